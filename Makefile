@@ -3,13 +3,16 @@
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
 #   make test            the tests but the long ones                   (under half an hour on 2 cores)
 #   make test FILES='tests/optim tests/test_cli.py'       those of some folders or files
-#   make lint            what ruff finds, and mypy in lamb_tpu
+#   make lint            what ruff finds or would format, and mypy in lamb_tpu
+#   make format          the layout of ruff
 #   make test-long       the tests marked long
 #   make test-all        both
 #   make test-faults     runs killed at 20 moments: random, around decisions, with residuals; tables
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
+#   make attack          1,000 bad inputs and 60 kills over all commands; writes the page of outcomes
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch
+#   make docs            the documentation site in site/docs, with its links checked (under 3 minutes)
 #   make report          the pages of all that was measured: experiments/report, and HTML in site
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
@@ -22,12 +25,10 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
-# A full batch of 1,437 divides over no number of accelerators but one.
-DEMO := JAX_PLATFORMS=cpu $(RUN) -m lamb_tpu.reproduce
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo lint test test-long test-all test-faults test-storage test-interchange report bench \
-        bench-distribution bench-tpu clean
+.PHONY: setup demo lint format test test-long test-all test-faults test-storage attack test-interchange report docs \
+        bench bench-distribution bench-tpu clean
 
 setup: $(STAMP)
 
@@ -39,12 +40,21 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	@touch $@
 
 demo: setup
-	$(DEMO) run demo/scaling --runs=runs/demo --records=runs/demo $(FLAGS)
-	$(DEMO) report demo/scaling --records=runs/demo --output=runs/demo/report --html=runs/demo/site
+	$(RUN) -m lamb_tpu.demo $(FLAGS)
+
+docs: setup
+	$(RUN) -m pip install --quiet --requirement docs/requirements.txt
+	$(RUN) -m sphinx -q -W --keep-going -j auto -c docs -b html -d site/doctrees . site/docs
+	$(RUN) docs/links.py site/docs
+	@echo 'open site/docs/index.html'
 
 lint: setup
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+format: setup
+	$(RUN) -m ruff format .
 
 test: setup
 	$(RUN) -m pytest -q -m "not long" -n $(JOBS) --dist loadfile $(FILES)
@@ -60,6 +70,9 @@ test-faults: setup
 test-storage: setup
 	$(RUN) -m pytest -q -s tests/test_disks.py
 
+attack: setup
+	JAX_PLATFORMS=cpu $(RUN) -m experiments.attack --seed=0 --inputs=1000 --kills=60 --write $(FLAGS)
+
 test-interchange: setup
 	$(RUN) -m pip install --quiet --editable '.[interchange]'
 	$(RUN) -m pytest -q tests/interchange
@@ -71,6 +84,7 @@ bench: setup
 	$(RUN) -m experiments.bench.update_speed --write
 	$(RUN) -m experiments.bench.train_loop --write $(FLAGS)
 	$(RUN) -m experiments.bench.save_stall --write
+	$(RUN) -m experiments.bench.side_by_side --write $(FLAGS)
 	$(RUN) -m experiments.bench.convolution --write
 	$(RUN) -m experiments.bench.lstm --write
 	$(RUN) -m experiments.bench.step --write

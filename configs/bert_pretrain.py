@@ -1,17 +1,17 @@
 r"""BERT pre-training with LAMB: 128 tokens, then 512, as in Training BERT in 76 minutes.
 
-Paper: arXiv:1904.00962. Its table 1 gives the F1 of SQuAD v1.1 of BERT-Large after the same 512 M
-examples at every batch: 91.752 at 512 with 1,000,000 updates, 91.475 at 32,768 with 15,625, and
-90.584 in 76.19 minutes on 1,024 TPU v3 chips with 65,536 and then 32,768 in 8,599 updates. Quoted
-from the paper; not run here at that size, see experiments/bert for what was measured here.
+Paper: arXiv:1904.00962. Its table 1 gives the SQuAD v1.1 F1 of BERT-Large after 512 M examples:
+91.752 with batch 512 and 1,000,000 updates; 91.475 with batch 32,768 and 15,625 updates; and 90.584
+with batch 65,536, then 32,768, and 8,599 updates, in 76.19 minutes on 1,024 TPU v3 chips. These are
+quoted from the paper and were not run here. experiments/bert has what was measured here.
 
-Prepare the text first, each part in a folder of its own below one folder:
+Prepare the text first, each split in a separate folder below DATA:
 
-  python -m lamb_tpu.data.prepare_text --input='books/*.md' --vocab=vocab.txt --output=DATA/train
-  python -m lamb_tpu.data.prepare_text --input=held_out.txt --vocab=vocab.txt \
+  python -m lamb_tpu.prepare_text --input='books/*.md' --vocab=vocab.txt --output=DATA/train
+  python -m lamb_tpu.prepare_text --input=held_out.txt --vocab=vocab.txt \
       --output=DATA/validation
 
-Then both phases, one after the other, the second from the weights of the first:
+Then run both phases; the second starts from the weights of the first:
 
   python -m lamb_tpu.train --config=configs/bert_pretrain.py --workdir=DIR --config.data.dir=DATA
   python -m lamb_tpu.train --config=configs/bert_pretrain.py:recipe=mixed --workdir=DIR \
@@ -19,27 +19,29 @@ Then both phases, one after the other, the second from the weights of the first:
   python -m lamb_tpu.train --config=configs/bert_pretrain.py:size=small,batch=512 --workdir=DIR \
       --config.data.dir=DATA
 
-Hardware of the papers: recipe=paper 16 TPU v3 chips (batch 512) to 1,024 (32,768); wall times in
-the table. `phase=1` and `phase=2` select one phase, for evaluating, planning, or a second phase
-from other weights by --config.init_from=DIR.
+Hardware of the paper for recipe=paper: from 16 TPU v3 chips (batch 512) to 1,024 (batch 32,768). The
+paper's table has the wall times. `phase=1` and `phase=2` select a single phase, for example to evaluate or
+plan it, or to start the second phase from other weights with --config.init_from=DIR.
 
 Recipes (`recipe=`):
-  paper     the untuned rule: 5e-3 at 32,768, scaled by the square root of the batch; warm-up over a
-            fifth of each phase at 32,768, as many updates at other batches (so 1/320 at 512).
-            Phases of 90 and 10 % of the examples. Linear decay, counted from update 0, as in the
-            published `create_optimizer` of google-research/bert's optimization.py and of the first
-            author's LAMB (fastalgo/mnist_tpu, lamb/optimization.py): at the end of warm-up the rate
-            falls from 5e-3 to 4e-3. The decay from the end of warm-up would sum to 19 % more.
-  mixed     65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not give its rates; here
-            they follow the same rule.
-  nvidia    NVIDIA's PyTorch example: 6e-3 and 4e-3, 28.43 and 12.8 % of warm-up, a square-root
-            decay that also counts from update 0, and a schedule that starts at step 1.
+  paper     The paper's untuned rule: a learning rate of 5e-3 at batch 32,768, scaled by the square
+            root of the batch size. The warm-up takes a fifth of each phase at 32,768, and the same
+            number of updates at other batch sizes (1/320 of the phase at 512). The phases have 90
+            and 10 % of the examples. The linear decay counts from update 0, as in
+            `create_optimizer` of google-research/bert's optimization.py and of the first author's
+            LAMB (fastalgo/mnist_tpu, lamb/optimization.py): at the end of the warm-up, the rate
+            drops from 5e-3 to 4e-3. If the decay began at the end of the warm-up, the sum of the
+            rates would be 19 % larger.
+  mixed     Batch 65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not give the rates
+            of this run; here they follow the same rule.
+  nvidia    NVIDIA's PyTorch example: rates 6e-3 and 4e-3, warm-ups of 28.43 and 12.8 %, a
+            square-root decay that also counts from update 0, and a schedule that starts at step 1.
   deepspeed DeepSpeed's 44 minutes: DeepSpeedExamples/bing_bert, bert_large_lamb.json, the two
-            scripts and deepspeed_train.py. 1e-3 plus 1.1e-2, then 2e-3; quadratic warm-up of 450
-            updates (6 % of 7,500; bert-pretraining.md says 2 %) and 150, smooth exponential decay;
-            ratios between 0.01 and 0.3, for biases and LayerNorm too; eps 1e-8. Numbers of examples
-            as in bert-pretraining.md, with the second phase up to its last checkpoint. The pooler
-            is not trained there; here it is.
+            scripts and deepspeed_train.py. Rates 1e-3 plus 1.1e-2, then 2e-3; quadratic warm-up of
+            450 updates (6 % of 7,500; bert-pretraining.md says 2 %) and 150; smooth exponential
+            decay; ratios between 0.01 and 0.3, also for biases and LayerNorm; eps 1e-8. The numbers
+            of examples are those of bert-pretraining.md, with the second phase up to its last
+            checkpoint. Unlike in DeepSpeed's recipe, the pooler is trained.
 """
 
 from typing import Any
@@ -58,7 +60,7 @@ from lamb_tpu.models.bert_rules import (
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb", "preset": "author", "learning_rate": 5e-3, "b2": 0.999},
-    # Devlin et al., arXiv:1810.04805: 1e-4 at 256, linear decay; the paper's baseline is at 512.
+    # Devlin et al., arXiv:1810.04805: 1e-4 at batch 256, linear decay; the LAMB paper's baseline has 512.
     "adamw": {
         "name": "adamw",
         "learning_rate": 1e-4,
@@ -67,7 +69,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
         "clip_global_norm": 1.0,
     },
-    # DeepSpeed's recipe of 1-bit LAMB has bounds, freeze_step and clipping; the rest is LAMB's.
+    # Bounds, freeze_step and clipping are from DeepSpeed's recipe for 1-bit LAMB; the rest is LAMB's.
     "onebit_lamb": {
         "name": "onebit_lamb",
         "learning_rate": 5e-3,
@@ -79,13 +81,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "freeze_step": 1000,
     },
 }
-# 15,625 updates of 32,768: nine tenths at 128 tokens and one tenth at 512.
+# Examples of 15,625 updates of 32,768: nine tenths at 128 tokens and one tenth at 512.
 _EXAMPLES = (14_063 * 32_768, 1_562 * 32_768)
-# create_optimizer of google-research/bert and of the LAMB authors: the decay counts from update 0.
+# The decay counts from update 0, as in create_optimizer of google-research/bert and of the LAMB authors.
 _LINEAR = {"decay": "polynomial", "power": 1.0, "decay_from": "zero"}
 
 
-# One rule for every batch: `_phase` gives the rate and warm-up at 32,768, and LEGW scales both.
+# The same rule for every batch: `_phase` sets the rate and warm-up for 32,768, and LEGW scales them.
 def _untuned(batches: tuple[int, int], examples: tuple[int, int]) -> tuple[ConfigDict, ...]:
     return tuple(
         _phase(batch, f"{number} examples", 5e-3, "20 percent", scaling="legw", **_LINEAR)
@@ -107,18 +109,18 @@ def _phase(
 
 
 _NVIDIA = {"decay": "polynomial", "power": 0.5, "decay_from": "zero", "first_step": 1}
-# deepspeed_train.py --lr_schedule EE: warmup_exp_decay_exp, of degree 2.
+# deepspeed_train.py --lr_schedule EE: warmup_exp_decay_exp with degree 2.
 _DEEPSPEED = {"decay": "exponential", "decay_factor": 0.9, "staircase": False, "warmup_power": 2.0}
-# Both phases of each recipe; rates and warm-ups of nvidia and deepspeed belong to their batches.
+# Both phases of each recipe. Rates and warm-ups of nvidia and deepspeed suit only these batch sizes.
 RECIPES = {
     "mixed": _untuned((65_536, 32_768), (7_038 * 65_536, 1_561 * 32_768)),
-    # DeepLearningExamples, schedulers.py: PolyWarmUpScheduler counts from 1, in either phase.
+    # DeepLearningExamples, schedulers.py: PolyWarmUpScheduler counts from 1 in both phases.
     "nvidia": (
         _phase(65_536, "7038 steps", 6e-3, "28.43 percent", **_NVIDIA),
         _phase(32_768, "1563 steps", 4e-3, "12.8 percent", **_NVIDIA),
     ),
     "deepspeed": (
-        # --lr_offset 10e-4 is added to the whole schedule: to its start, peak and end.
+        # --lr_offset 10e-4 is added to the entire schedule: its start, peak and end.
         _phase(
             65_536,
             "403_000_000 examples",
@@ -134,9 +136,9 @@ RECIPES = {
         ),
     ),
 }
-# LAMB's settings that differ from the paper's authors'. NVIDIA's run has apex's FusedLAMB, which
-# corrects the moments' bias. DeepSpeed's are from deepspeed_bsz64k_lamb_config_seq128.json, and eps
-# from FusedLamb, whose kernel also adapts parameters that do not decay.
+# LAMB's settings where they differ from those of the paper's authors. NVIDIA uses apex's FusedLAMB, which
+# corrects the moments' bias. DeepSpeed's settings are from deepspeed_bsz64k_lamb_config_seq128.json,
+# with the eps of FusedLamb. FusedLamb's kernel also adapts parameters without decay.
 _LAMB: dict[str, dict[str, Any]] = {
     "nvidia": {"preset": "apex"},
     "deepspeed": {
@@ -150,9 +152,9 @@ _LAMB: dict[str, dict[str, Any]] = {
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: size=large, recipe=paper, batch=32768 (of paper), optimizer=lamb|adamw|
-    onebit_lamb (several devices), phase=0 (both) | 1 | 2, scan (layers in a loop: compiles faster,
-    runs slower), smoke.
+    """Arguments: size=large, recipe=paper, batch=32768 (for recipe=paper), optimizer=lamb|adamw|
+    onebit_lamb (needs several devices), phase=0 (both) | 1 | 2, scan (layers in a loop: compiles
+    faster, runs slower), smoke.
     """
     arg = parse_argument(
         argument,
@@ -173,13 +175,15 @@ def get_config(argument: str | None = None) -> ConfigDict:
         check_argument(key, arg[key], known)
     if arg.recipe != "paper" and arg.batch != 32_768:
         raise UserError(
-            f"the config's argument batch={arg.batch} is for recipe=paper; {arg.recipe} has its "
-            "own, which --config.phases.phase_1.batch_size changes"
+            "the config's argument batch",
+            arg.batch,
+            f"has no effect with recipe={arg.recipe}",
+            "use --config.phases.phase_1.batch_size in its place, or recipe=paper",
         )
     config = base_config()
     config.data.name = "masked_lm"
     config.data.train_split, config.data.eval_split = "train", "validation"
-    # Masks are drawn anew in every epoch; the other values are those of create_pretraining_data.py.
+    # Masks are drawn again in every epoch; the other values are from create_pretraining_data.py.
     config.data.options = ConfigDict(
         {
             "next_sentence": True,
@@ -209,12 +213,12 @@ def get_config(argument: str | None = None) -> ConfigDict:
     rules = PARAMETERS_SCANNED if arg.scan else PARAMETERS
     config.optimizer = ConfigDict({**OPTIMIZERS[arg.optimizer], "rules": rules})
     config.schedule.base_batch_size = 32_768
-    # Threefry is slow on a TPU: with its masks of dropout, BERT-Large at 65,536 takes 321 ms a step
-    # on 2,048 cores of v3, with rbg's 232 ms, by the compiler's estimate.
+    # Threefry is slow on a TPU: a step of BERT-Large at batch 65,536 on 2,048 cores of TPU v3 takes
+    # 321 ms with dropout masks from threefry, and 232 ms from rbg, by the compiler's estimate.
     config.prng = "rbg"
     config.parallel.backend = "shard_map"
-    # Split over 2,048 cores of TPU v3 the state would cost 59 ms an update, by the compiler's
-    # estimate, and it fits without that.
+    # The state fits without sharding. Sharding it would cost 59 ms per update on 2,048 cores of TPU v3,
+    # by the compiler's estimate.
     config.parallel.optimizer_state = "replicated"
     config.eval.batch_size = 1024
     config.eval.every = "10 percent"
@@ -228,19 +232,22 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if arg.optimizer == "onebit_lamb":
         if arg.recipe != "paper":
             raise UserError(
-                f"the config's argument recipe={arg.recipe} has settings of LAMB alone; with "
-                "optimizer=onebit_lamb it must be paper"
+                "the config's argument recipe",
+                arg.recipe,
+                "has settings for LAMB only",
+                "use recipe=paper with optimizer=onebit_lamb",
             )
         config.optimizer.collect = True
         config.parallel.exchange = ConfigDict({"name": "onebit"})
     elif arg.optimizer == "lamb":
-        # Trust ratios and norms of every layer stay in the state, to be recorded.
+        # Keep the trust ratios and norms of every layer in the state, to record them.
         config.optimizer.collect = True
         config.optimizer.update(_LAMB.get(arg.recipe, {}))
         if arg.recipe == "deepspeed":
             config.optimizer.rules = PARAMETERS_ADAPTED_SCANNED if arg.scan else PARAMETERS_ADAPTED
     else:
-        # The baseline's schedule: one rate for every batch, unless --config.schedule.scaling asks.
+        # The baseline's schedule has the same rate for every batch, unless
+        # --config.schedule.scaling changes that.
         config.schedule.base_batch_size = 512
         phases = tuple(
             _phase(
@@ -249,7 +256,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             for phase in phases
         )
     sequences = (
-        # Places for 15 % of the tokens, 19.2 of 128 and 76.8 of 512, rounded up as in the papers.
+        # 15 % of the tokens are predicted: 19.2 of 128 and 76.8 of 512, rounded up as in the papers.
         {"sequence_length": 128, "max_predictions": 20},
         {"sequence_length": 512, "max_predictions": 80},
     )
@@ -265,7 +272,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     for phase, options in zip(phases, sequences):
         phase.data = ConfigDict({"options": options})
     if arg.phase:
-        # The phase has keys that the config lacks, such as `sequence_length`.
+        # Unlock, because the phase has new keys such as `sequence_length`.
         with config.unlocked():
             config.update(phases[arg.phase - 1])
         return config
@@ -274,7 +281,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
 
 
 def _smoke(config: ConfigDict) -> None:
-    """A network of two layers on the text that comes with Python, in float32."""
+    """Changes the config to two layers on the text that comes with Python, in float32."""
     config.data.name = "python_docs"
     config.data.train_split, config.data.eval_split = "train", "test"
     config.data.options = ConfigDict({"vocab_size": 2048})

@@ -1,12 +1,13 @@
 r"""Question answering on SQuAD v1.1, from a pre-trained BERT.
 
-Source of the rates: a comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): for
-AdamW 3e-5, 4e-5 or 5e-5 on SQuAD 1.1, for LAMB 3e-4, 4e-4 or 5e-4 at batch 64. Two epochs, windows
-of 384 tokens 128 apart, warm-up over a tenth: run_squad.py of google-research/bert. A linear decay
-that counts from update 0: `create_optimizer` in its optimization.py and in the LAMB authors'. Paper
-of the data set: arXiv:1606.05250. Quoted: BERT-Large reaches F1 91.475 after the LAMB paper's
-pre-training at 32,768 (arXiv:1904.00962), not run here at that size; measured here: small networks,
-in experiments/bert.
+Source of the rates: a comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): 3e-5,
+4e-5 or 5e-5 for AdamW on SQuAD 1.1, and 3e-4, 4e-4 or 5e-4 for LAMB at batch 64. Two epochs, windows
+of 384 tokens with a stride of 128, and warm-up over a tenth of the run are from run_squad.py of
+google-research/bert. The linear decay counts from update 0, as in `create_optimizer` of
+optimization.py there and in the LAMB authors' version of that file. Paper of the data set:
+arXiv:1606.05250. Expected metric: after the LAMB paper's pre-training at batch 32,768, BERT-Large
+reaches an F1 of 91.475, which is quoted from the paper (arXiv:1904.00962) and was not run here. Small
+networks were measured here, in experiments/bert.
 
   python -m lamb_tpu.train --config=configs/bert_squad.py --workdir=DIR \
       --config.data.dir=SQUAD --config.init_from=PRETRAINED
@@ -16,10 +17,10 @@ in experiments/bert.
       --config.data.dir=SQUAD --config.init_from=PRETRAINED --config.task.version2=True \
       --config.data.train_split=train-v2.0.json --config.data.eval_split=dev-v2.0.json
 
-SQUAD is the folder of train-v1.1.json and dev-v1.1.json; PRETRAINED the workdir of a run of
-configs/bert_pretrain.py, or a folder that Hugging Face's transformers wrote, with its vocab.txt.
-DIR then holds predictions.json as the official script reads it, and exact match and F1 are among
-the metrics. Hardware and wall time at this size: not run.
+SQUAD is the folder with train-v1.1.json and dev-v1.1.json. PRETRAINED is the workdir of a run of
+configs/bert_pretrain.py, or a folder written by Hugging Face's transformers, with its vocab.txt. The
+run writes predictions.json for the official script into DIR, and records exact match and F1.
+Hardware and wall time at this size: not run.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.task = ConfigDict(
         {"name": "question_answering", "version2": False, "null_threshold": 0.0}
     )
-    # Windows of 384 tokens, but 512 positions: the pre-trained network has as many.
+    # 512 positions for windows of 384 tokens, because the pre-trained network has 512.
     config.model = ConfigDict(
         {
             "name": "bert",
@@ -91,7 +92,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             {"vocab_size": 2048, "max_length": 128, "document_stride": 32, "max_query": 48}
         )
         config.model.update({**SIZES["tiny"], "vocab_size": 2048, "dtype": "float32"})
-        # From random weights, so at a rate of pre-training.
+        # The smoke run starts from random weights, so it uses a pre-training learning rate.
         config.optimizer.learning_rate = 5e-3
         config.batch_size = 32
         config.duration = "60 steps"

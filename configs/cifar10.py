@@ -1,45 +1,51 @@
-r"""CIFAR-10, DavidNet at batch 512 for 24 epochs: the LAMB paper's appendix; and larger batches.
+r"""CIFAR-10 with DavidNet at batch 512 for 24 epochs, as in the LAMB paper; and larger batches.
 
 Paper: arXiv:1904.00962, appendix, CIFAR-10/DavidNet, test accuracy: LAMB 0.9408, momentum 0.9372,
-AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. All quoted; of the
-24 epochs 2 were run here: experiments/report/lamb-cifar10.md.
+AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. All are quoted; only 2
+of the 24 epochs were run here: experiments/report/lamb-cifar10.md. [seen] means read in code, logs
+or a README.
 
   python -m lamb_tpu.train --config=configs/cifar10.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/cifar10.py:optimizer=momentum,batch=4096 --workdir=DIR
   python -m lamb_tpu.train --config=configs/cifar10.py:model=resnet18,data=cifar10_jpeg \
       --workdir=DIR --config.data.dir=FOLDER
 
-data=cifar10 is the original archive, downloaded, or in a folder: --config.data.dir=FOLDER.
-data=cifar10_jpeg is the same pictures as JPEGs of quality 75 in one file in FOLDER. That costs some
-accuracy, and numbers from it should say so. Hardware: any accelerator; the paper's runs were on
-TPU cores.
+data=cifar10 is the original archive, which is downloaded or read from --config.data.dir=FOLDER.
+data=cifar10_jpeg has the same images as JPEGs of quality 75 in one file in FOLDER. The compression
+costs some accuracy, so mention the JPEGs beside results with these images. Hardware: any accelerator; the
+paper's runs used TPU cores.
 
-The network was made for momentum: github.com/davidcpage/cifar10-fast, dawn.py, has Nesterov's
-momentum, a peak of 0.4 after 5 epochs, weight decay 5e-4, pictures padded by 4 and mirrored, with a
-square of 8 cut out [seen]. The settings of the other optimizers are from logs and code of the LAMB
-authors' search, github.com/fastalgo/davidnet-cifar [seen], where losses are summed, not averaged,
-over a batch:
-  lamb      their best run, 0.9409: "10.0", which their code divides by 512, weight decay 1.0,
-            warm-up of 6 epochs, a triangle; no bias correction and, other than for BERT, no
-            clipping; eps is divided by 512 as the gradients are.
-  adamw     their best, 0.9340 after 30 epochs: "5.0", which is divided by 512, warm-up 5. They
-            decay the weights by 1e-4 in each update. If the rate does not multiply that, as in
-            TensorFlow, it equals 0.02 times the rates of a triangle.
-  adam      adamw's rate. In the public commit, the code in their folder for Adam is LAMB's, so the
-            rates in its log (0.02) are not Adam's.
-  adagrad   their best, 0.9044 after 30 epochs: 0.013, constant; first accumulator 0.1 / 512^2.
-  lars      not in the paper's table; 4.0 with power 2, the row of batch 512 of ResNet-50 in
-            NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
-Here no optimizer decays BatchNorm's parameters; in dawn.py they decay.
+The network was designed for momentum: github.com/davidcpage/cifar10-fast, dawn.py, uses Nesterov's
+momentum, a peak of 0.4 after 5 epochs, weight decay 5e-4, images padded by 4 and mirrored, and a
+cut-out square of 8 pixels [seen]. The settings of the other optimizers are from logs and code of the
+LAMB authors' search, github.com/fastalgo/davidnet-cifar [seen], where losses are summed, not
+averaged, over a batch:
+  lamb      Their best run, 0.9409: a rate of "10.0", which their code divides by 512, weight decay
+            1.0, 6 epochs of warm-up, then linear decay; no bias correction and, unlike for BERT, no
+            clipping; eps is divided by 512 like the gradients.
+  adamw     Their best run, 0.9340 after 30 epochs: a rate of "5.0", which is divided by 512, and 5
+            epochs of warm-up. They decay the weights by 1e-4 in each update. If the rate does not
+            multiply the decay, as in TensorFlow, this equals a decay of 0.02 times the rate,
+            averaged over the run.
+  adam      The rate of adamw. In the public commit, the code in their folder for Adam is LAMB's, so
+            the rates in its log (0.02) are not Adam's.
+  adagrad   Their best run, 0.9044 after 30 epochs: a constant rate of 0.013; the accumulator starts
+            at 0.1 / 512^2.
+  lars      Not in the paper's table. The rate of 4.0 and the power of 2 are those of ResNet-50 at
+            batch 512 in NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
+In this recipe, no optimizer decays BatchNorm's parameters; in dawn.py these parameters decay.
 
-`batch=` up to 16,384 scales momentum's rate linearly, those of LAMB and LARS by the square root,
-and the others not at all. The warm-up's epochs stay, because LEGW's warm-up would outlast the run.
-BatchNorm's groups are 512 examples at every batch, as in dawn.py. The LAMB authors' groups were one
-core's part: 64 examples on 8 cores, by one of their flags (--config.model.group_size=64). They drop
-an epoch's last examples, which gives 2,328 updates instead of 2,344. The running averages decay by
-0.9 for each 512 examples at every batch, so by 0.9^32 for 16,384. With 0.9 an update they would
-mostly describe old weights. model=resnet18 has the same rates, not tuned for it. `epochs=` scales
-the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a CPU.
+`batch=`, up to 16,384, scales the rate of momentum linearly and the rates of LAMB and LARS by the
+square root; the other rates do not change. The warm-up has the same number of epochs at every batch
+size, because LEGW's warm-up would outlast the run. BatchNorm's groups are 512 examples at every
+batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU core: in one of
+their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop
+the last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
+decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with 0.9 per
+update they would mostly reflect old weights. model=resnet18 uses the same rates, which were not
+tuned for it.
+`epochs=` scales the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a
+CPU.
 """
 
 from typing import Any
@@ -49,9 +55,9 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
 EPOCHS = 24
-_SUM = 512  # a loss summed over the batch is this many times the mean
+_SUM = 512  # ratio of a loss summed over the batch to the mean loss
 
-# Optimizer fields, scaling rule, epochs of warm-up of 24, decay and its power.
+# Optimizer fields, scaling rule, epochs of warm-up (out of 24), decay, and the power of the decay.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
     "lamb": (
         {
@@ -103,7 +109,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str, int, str, float]] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "davidnet": {"name": "davidnet", "width": 64},
-    # ImageNet's stem, which halves the picture twice, would leave 8x8 pixels.
+    # ImageNet's stem, which halves the image twice, would leave 8x8 pixels.
     "resnet18": {"name": "resnet18", "stem": "cifar", "zero_gamma": True},
 }
 DATA = ("cifar10", "cifar10_jpeg")
@@ -134,7 +140,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         {
             "name": "classification",
             "label_smoothing": 0.0,
-            # Mean and deviation of the training pixels, 0 to 255.
+            # Mean and standard deviation of the training pixels by channel, from 0 to 255.
             "input_mean": (125.307, 122.950, 113.865),
             "input_std": (62.993, 62.089, 66.705),
             "mixup_alpha": 0.0,
@@ -146,7 +152,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             **MODELS[arg.model],
             "num_classes": 10,
             "dtype": "float32",
-            # The running averages keep 0.9 of themselves for each 512 examples, whatever the batch.
+            # The running averages decay by 0.9 per 512 examples, whatever the batch size.
             "group_size": min(512, arg.batch),
             "momentum": 0.9 ** max(1.0, arg.batch / 512),
         }

@@ -1,23 +1,23 @@
-"""UCI handwritten digits (embedded, 1,437 training scans of 8x8), a small dense network, LAMB.
+"""A small dense network on UCI's handwritten digits (bundled: 1,437 training scans of 8x8 pixels).
 
-The setting of `make demo`: one base setting for each optimizer at batch 32, carried to larger
-batches by a rule and not tuned again. LAMB scales by LEGW (square-root learning rate, linear-epoch
-warm-up; arXiv:1904.00962, 1901.08256), momentum, Nesterov's and LARS linearly with 5 epochs of
-warm-up (arXiv:1706.02677, 1708.03888), AdamW not at all.
+The setting of `make demo`: each optimizer has one base setting at batch 32, which a rule scales to
+larger batches without tuning. LAMB uses LEGW (square-root learning rate, linear-epoch warm-up;
+arXiv:1904.00962, 1901.08256). Momentum, Nesterov's momentum and LARS scale linearly with 5 epochs of
+warm-up (arXiv:1706.02677, 1708.03888). AdamW's rate is not scaled.
 
   python -m lamb_tpu.train --config=configs/digits.py:optimizer=lamb,batch=512 --workdir=DIR
 
 Hardware: any CPU. Wall time: seconds. Expected metric: the table that `make demo` prints (measured
-here, in experiments/report/demo-scaling.md). Source: none, a study of this project.
+here, in experiments/report/demo-scaling.md). Source: none; this is a study of this project.
 """
 
 from ml_collections import ConfigDict
 
 from lamb_tpu.config import base_config, check_argument, parse_argument
 
-# Optimizer fields, scaling rule, and the warm-up at batch 32. LEGW's warm-up at that batch is the
-# same share of the run as in the LAMB paper (0.3125 of 90 epochs, for ResNet-50): a tenth of an
-# epoch. The rates were chosen at batch 32 alone, as experiments/report/demo-base_rates.md says.
+# Optimizer fields, scaling rule, and warm-up at batch 32. LEGW's warm-up at that batch is a tenth of an
+# epoch, the same fraction of the run as in the LAMB paper (0.3125 of 90 epochs for ResNet-50).
+# The rates were chosen at batch 32 only; see experiments/report/demo-base_rates.md.
 OPTIMIZERS = {
     "lamb": (dict(learning_rate=0.01, weight_decay=0.01), "legw", "0.1 epochs"),
     "adamw": (dict(learning_rate=0.008, weight_decay=0.01), "identity", "0.1 epochs"),
@@ -35,7 +35,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = base_config()
     config.batch_size = arg.batch
     config.duration = f"{2.0 if arg.smoke else arg.epochs} epochs"
-    # The scans have the values 0 to 16.
+    # Pixel values are 0 to 16.
     config.task = ConfigDict({"name": "classification", "label_smoothing": 0.0, "input_std": 16.0})
     config.model = ConfigDict({"name": "mlp", "hidden_sizes": (128, 64)})
     config.optimizer = ConfigDict({"name": arg.optimizer, "rules": "no_bias_no_norm", **fields})

@@ -1,8 +1,9 @@
-r"""ImageNet, EfficientNet B0 to B7: RMSProp to 16,384 and LARS to 65,536, in an hour on a pod.
+r"""ImageNet with EfficientNet B0 to B7: RMSProp up to 16,384 and LARS up to 65,536.
 
-Paper: arXiv:2011.00071, its table 2 (peak top-1; the table is [recalled], but 0.83 in 1 hour and 4
-minutes of B5 at 65,536 on 1,024 cores of TPU v3 is [seen] in the abstract). Quoted, none measured
-here: not run, ImageNet is not at hand.
+Paper: arXiv:2011.00071, its table 2 with peak top-1. The table is [recalled], which means from
+memory; 0.83 for B5 at 65,536 in 1 hour and 4 minutes on 1,024 cores of TPU v3 is [seen] in the
+abstract, which means read there. All numbers are quoted. The recipe was not run here, because
+ImageNet is not available.
 
          cores    128    256    512    512    1,024  1,024
          batch  4,096  8,192 16,384 16,384   32,768 65,536
@@ -10,7 +11,7 @@ here: not run, ImageNet is not at hand.
   B2            0.801  0.800  0.799  0.795    0.797
   B5            0.835  0.834  0.834  0.833    0.832  0.830
   rate per 256  0.016  0.016  0.016  0.236    0.118  0.081
-  warm-up           5      5      5     50       50     43    epochs of 350
+  warm-up           5      5      5     50       50     43    epochs, of 350 in all
 
   python -m lamb_tpu.train --config=configs/imagenet_efficientnet.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/imagenet_efficientnet.py:size=b5,batch=16384 \
@@ -18,24 +19,24 @@ here: not run, ImageNet is not at hand.
   python -m lamb_tpu.train --workdir=DIR \
       --config=configs/imagenet_efficientnet.py:size=b5,optimizer=lars,batch=65536
 
-TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir; a folder of photographs
-by class with --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time: the
-table has the paper's cores; B2 to 0.797 in 18 minutes [recalled] on 1,024 cores.
+TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir. A folder of photographs
+by class is read with --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time:
+the table has the paper's cores; B2 reaches 0.797 in 18 minutes [recalled] on 1,024 cores.
 
-Everything else is as in the released code, tensorflow/tpu, models/official/efficientnet [seen]:
+All other settings are from the released code, tensorflow/tpu, models/official/efficientnet [seen]:
 
-- an L2 term of 1e-5 in the loss, of all parameters but BatchNorm's, for every optimizer (main.py,
-  model_fn); LARS also has its own decay of 1e-5 of all that it adapts (--lars_weight_decay);
-- crops that cover less than a tenth of a picture are drawn again, and TensorFlow 1's bicubic
-  resizes them (preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time);
-- the rate is multiplied by 0.97 every 2.4 epochs from the start; LARS's falls to 0.1 as a
-  polynomial of power 2;
-- label smoothing 0.1, stochastic depth 0.2, and dropout by size;
+- an L2 term of 1e-5 in the loss over all parameters except BatchNorm's, for every optimizer
+  (main.py, model_fn); LARS also decays all parameters that it adapts by 1e-5 (--lars_weight_decay);
+- crops that cover less than a tenth of an image are drawn again, and are resized by TensorFlow 1's
+  bicubic filter (preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time);
+- the rate of RMSProp is multiplied by 0.97 every 2.4 epochs from the start; the rate of LARS falls to
+  0.1 as a polynomial of power 2;
+- label smoothing 0.1, stochastic depth 0.2, and dropout by network size;
 - an average of weights and BatchNorm's statistics with decay 0.9999, evaluated as `ema_accuracy`.
 
-The code offers AutoAugment and RandAugment (2 layers, magnitude 10), `augment=`; which of them the
-paper's table used is not known here. BatchNorm's groups are 32 cores' parts of the batch: 1,024
-examples, 2,048 at 65,536. The paper's groups are not known here; the code's default is 128.
+`augment=` selects the code's AutoAugment or RandAugment (2 layers, magnitude 10). Which of the two
+the paper's table used is not known here. BatchNorm's groups are the examples of 32 cores: 1,024,
+or 2,048 at batch 65,536. The paper's group sizes are not known here; the code's default is 128.
 """
 
 from typing import Any
@@ -45,7 +46,7 @@ from ml_collections import ConfigDict
 from lamb_tpu.config import base_config, check_argument, parse_argument
 from lamb_tpu.models import MODULES
 
-# By batch: peak rate for each 256 examples, epochs of warm-up, examples a core.
+# By batch: peak rate per 256 examples, epochs of warm-up, examples per core.
 LARS = {16_384: (0.236, 50, 32), 32_768: (0.118, 50, 32), 65_536: (0.081, 43, 64)}
 RMSPROP = (0.016, 5, 32)  # at every batch
 OPTIMIZERS = ("rmsprop", "lars")
@@ -57,8 +58,8 @@ AUGMENTS = ("autoaugment", "randaugment", "none")
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: size=b2 (b0 ... b7), optimizer=rmsprop|lars, batch=4096 (of lars one of its rows),
-    augment=autoaugment|randaugment|none, smoke.
+    """Arguments: size=b2 (b0 ... b7), optimizer=rmsprop|lars, batch=4096 (for lars 16384, 32768 or
+    65536), augment=autoaugment|randaugment|none, smoke.
     """
     arg = parse_argument(
         argument, size="b2", optimizer="rmsprop", batch=4096, augment="autoaugment", smoke=False
@@ -66,13 +67,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
     check_argument("size", arg.size, SIZES)
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)
     check_argument("augment", arg.augment, AUGMENTS)
-    # Rates of LARS are known for these batches only. A smoke run has its own batch.
+    # LARS has rates for these batches only. A smoke run replaces the batch.
     if arg.optimizer == "lars" and not arg.smoke:
         check_argument("batch", arg.batch, LARS)
     name = f"efficientnet_{arg.size}"
     network: Any = MODULES[name]
     row = RMSPROP if arg.optimizer == "rmsprop" else LARS.get(arg.batch, LARS[16_384])
-    rate, warmup_epochs, examples_a_core = row
+    rate, warmup_epochs, examples_per_core = row
 
     config = base_config()
     config.batch_size = arg.batch
@@ -86,7 +87,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             "min_covered": 0.1,
             "resize": "bicubic",
             "flip": True,
-            "central_fraction": 0.0,  # of the TPU code: size / (size + 32)
+            "central_fraction": 0.0,  # the TPU code's size / (size + 32)
             "policy": "" if arg.augment == "none" else arg.augment,
             "policy_layers": 2,
             "policy_magnitude": 10.0,
@@ -115,10 +116,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
             "stochastic_depth_rate": network.stochastic_depth_rate,
             "dtype": "bfloat16",
             "momentum": network.momentum,
-            "group_size": _CORES * examples_a_core,
+            "group_size": _CORES * examples_per_core,
         }
     )
-    # Rates are for each 256 examples.
+    # Rates are per 256 examples.
     config.schedule.base_batch_size = 256
     config.schedule.scaling = "linear"
     config.schedule.warmup = f"{warmup_epochs} epochs"
@@ -152,10 +153,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
         )
         config.schedule.decay = "polynomial"
         config.schedule.power = 2.0
-        # A share of the peak, which is the scaled rate.
+        # As a fraction of the peak, which is the scaled rate.
         config.schedule.end_factor = _LAST_RATE / (rate * arg.batch / 256)
     config.ema.decay = 0.9999
-    # On a TPU, drawing the masks of dropout and stochastic depth by threefry takes longer.
+    # On a TPU, rbg draws the masks of dropout and stochastic depth faster than threefry.
     config.prng = "rbg"
     config.parallel.backend = "shard_map"
     config.eval.batch_size = 1024
@@ -168,7 +169,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
 
 
 def _smoke(config: ConfigDict) -> None:
-    """A part of B0 on 8x8 digits, in float32, with averages that keep up with a short run."""
+    """Changes the config to four blocks of B0 on 8x8 digits, with averages that adapt faster."""
     config.data.name = "digits"
     config.data.eval_split = "test"
     config.data.options = ConfigDict()
@@ -188,7 +189,7 @@ def _smoke(config: ConfigDict) -> None:
             "group_size": 32,
         }
     )
-    # Four of the 16 blocks, because all take a minute to compile on a CPU.
+    # Four of the 16 blocks: all 16 take a minute to compile on a CPU.
     config.model.stages = ((1, 3, 1, 1, 16), (1, 3, 2, 6, 24), (2, 5, 2, 6, 40))
     config.batch_size = 32
     config.duration = "40 steps"

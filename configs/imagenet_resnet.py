@@ -1,9 +1,10 @@
-r"""ImageNet, ResNet v1.5: LAMB without tuning from 512 to 32K, LARS as on TPUs, momentum.
+r"""ImageNet with ResNet v1.5: untuned LAMB from 512 to 32K, LARS as on TPUs, and momentum.
 
 Papers: LAMB, arXiv:1904.00962, appendix (untuned LAMB for ResNet-50, 90 epochs); LARS,
-arXiv:1708.03888, by the table of rates in tensorflow/tpu's ResNet and by two entries to MLPerf;
-momentum, arXiv:1706.02677. Their numbers are quoted below, none is measured here: not run, ImageNet
-is not at hand. [seen] is read in code, logs or a README, [recalled] is from memory.
+arXiv:1708.03888, with the table of rates in tensorflow/tpu's ResNet and with entries to MLPerf;
+momentum, arXiv:1706.02677. The papers' numbers are quoted below. The recipes were not run
+here, because ImageNet is not available. [seen] means read in code, logs or a README; [recalled] means from
+memory.
 
 Top-1 by batch, ResNet-50:
             512    1K     2K     4K     8K     16K    32K    64K
@@ -24,37 +25,42 @@ Top-1 by batch, ResNet-50:
   python -m lamb_tpu.train --config=configs/imagenet_resnet.py:size=18,batch=512 --workdir=DIR \
       --config.data.name=image_folder --config.data.dir=IMAGENET --config.data.eval_split=val
 
-TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir; image_folder is a
-folder of photographs by class. Hardware and wall time of the sources: recipe=author 256 cores of
-TPU v3; mlperf, to 0.759, 1,024 cores, 2.27 minutes, at 32K, and 8,192 cores, 0.48 minutes (JAX:
-0.47), at 64K [seen: computed from the logs].
+TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir. image_folder is a folder
+of photographs by class. Hardware and wall time of the sources: recipe=author ran on 256 cores of TPU
+v3; mlperf reached 0.759 at 32K on 1,024 cores in 2.27 minutes, and at 64K on 8,192 cores in 0.48
+minutes (JAX: 0.47) [seen: computed from the logs].
 
-Recipes (`optimizer=` and `recipe=`, the first is the default):
-  lamb      untuned: 0.04 at 32,768, scaled by the square root of the batch; 20 epochs of warm-up at
-            32,768, as many updates at others (0.3125 epochs at 512); linear decay. Rates and
-            warm-up of 4K to 32K [seen], below [recalled]; weight decay 1.5, no bias correction,
-            gradients clipped to 1 and BatchNorm left out as in the authors' code [seen].
-            author: the authors' run at 32,768, update for update: the same rule, rounded to whole
-            updates as theirs.
-  lars      tpu: the table LARS_TPU [seen]. In that code the L2 term is left out of the loss and the
-            optimizer adds none, so the weights do not decay: weight_decay is in the ratio alone.
-            mlperf: Google's entries in TensorFlow, of v0.6 at 32,768 and of v0.7 at 65,536;
-            mlperf_jax: v0.7 in JAX, 65,536. Rates, warm-up, momentum and updates [seen: logs]; that
-            weights decay in the entries in TensorFlow [recalled]. The entry in JAX warms up for 33
-            epochs of its own, of 19.75 updates (train.py rounds four of them up to 79): for 651.75
-            updates, which are 33.34 passes over the 1,281,167 pictures.
-  momentum  goyal: 0.1 at 256, linear in the batch, warmed up over 5 epochs from 0.1; a tenth at
-            epochs 30, 60 and 80 [recalled, sure]. Labels are not smoothed.
+Recipes (`optimizer=` and `recipe=`; the first is the default):
+  lamb      untuned: a rate of 0.04 at 32,768, scaled by the square root of the batch size; 20 epochs
+            of warm-up at 32,768, and the same number of updates at other batch sizes (0.3125 epochs
+            at 512); linear decay.
+            The rates and warm-up for 4K to 32K are [seen], for smaller batches [recalled]. The
+            weight decay is 1.5, there is no bias correction, gradients are clipped to 1, and
+            BatchNorm is excluded, as in the authors' code [seen].
+            author: the authors' run at 32,768, update for update: the rule of `untuned`, with
+            durations rounded to whole updates as in that run.
+  lars      tpu: the table LARS_TPU [seen]. In that code neither the loss nor the optimizer has an
+            L2 term, so the weights do not decay: weight_decay only enters the ratio.
+            mlperf: Google's entries in TensorFlow, v0.6 at 32,768 and v0.7 at 65,536;
+            mlperf_jax: v0.7 in JAX at 65,536. Rates, warm-up, momentum and updates are [seen] in
+            logs; that weights decay in the TensorFlow entries is [recalled]. The JAX entry warms up
+            for 33 of its epochs of 19.75 updates (train.py rounds four of them up to 79). These
+            651.75 updates are 33.34 passes over the 1,281,167 images.
+  momentum  goyal: a rate of 0.1 at batch 256, scaled linearly with the batch size, with a warm-up
+            from 0.1 over 5 epochs; the rate is multiplied by 0.1 at epochs 30, 60 and 80 [recalled,
+            sure]. Labels are not smoothed.
 
-Crops are resized by TensorFlow 1's bicubic, and crops that cover less than a tenth of a picture are
-drawn again, as in tensorflow/tpu's resnet_preprocessing.py [seen]. The LAMB authors' run, by its
-file names, and MLPerf v0.6 [seen] did the same; MLPerf v0.7 in JAX has TensorFlow 2's bicubic
-[seen]. Momentum keeps small crops, as fb.resnet.torch's transforms.lua [seen], also bicubic.
+Crops are resized by TensorFlow 1's bicubic filter, and crops that cover less than a tenth of an
+image are drawn again, as in tensorflow/tpu's resnet_preprocessing.py [seen]. MLPerf v0.6 did the same
+[seen], and so did the LAMB authors' run, judging by its file names; MLPerf v0.7 in JAX uses
+TensorFlow 2's bicubic filter [seen]. With optimizer=momentum, small crops are not drawn again, as in
+fb.resnet.torch's transforms.lua [seen], which also uses a bicubic filter.
 `--config.data.options.resize=bilinear` reads photographs in 0.6 of the time.
 
-The batch is the config's argument; --config.batch_size follows the rule of lamb and momentum but
-leaves lars in its row. BatchNorm's groups: 128 examples for lamb, a device's part in the second
-row [seen], 32 for momentum [recalled] and lars, 64 at 65,536 (model_bn_span in the logs [seen]).
+Set the batch size with the argument `batch`: --config.batch_size also rescales lamb and momentum, but
+does not select another row for lars. BatchNorm's groups are 128 examples for lamb, which are one
+device's examples in the runs of the second row [seen]; 32 for momentum [recalled] and lars; and 64
+for lars at 65,536 (model_bn_span in the logs [seen]).
 """
 
 from typing import Any, NamedTuple
@@ -65,7 +71,7 @@ from lamb_tpu.config import base_config, check_argument, parse_argument
 
 
 class Row(NamedTuple):
-    """A run of LARS."""
+    """The settings of a LARS run."""
 
     learning_rate: float
     warmup: str
@@ -76,29 +82,40 @@ class Row(NamedTuple):
 
 
 _TPU = {"name": "lars", "preset": "unscaled", "weight_decay": 1e-4}
-# tensorflow/tpu, models/official/resnet/lars_util.py: below this batch; peak, epochs of warm-up.
+# tensorflow/tpu, models/official/resnet/lars_util.py: upper bound of the batch, peak, warm-up epochs.
 LARS_TPU = ((16_384, 10.0, 5), (32_768, 25.0, 5), (65_536, 32.0, 14), (float("inf"), 35.6, 40))
-# mlcommons/training_results_v0.6 and v0.7, Google/results/*/resnet. The logs have warm-up in epochs
-# and the updates of the decay: 2,007, 1,133 and 1,166.25, one more than those after the warm-up.
+# mlcommons/training_results_v0.6 and v0.7, Google/results/*/resnet. The logs have the warm-up in
+# epochs, and the length of the decay: 2,007, 1,133 and 1,166.25 updates, one more than the run has after
+# its warm-up.
 MLPERF = {
     ("mlperf", 32_768): Row(
-        31.2, "977 steps", "2983 steps", 1e-4, 32, {**_TPU, "l2_in_loss": False, "eps": 1e-5}
+        learning_rate=31.2,
+        warmup="977 steps",
+        duration="2983 steps",
+        end_rate=1e-4,
+        group_size=32,
+        optimizer={**_TPU, "l2_in_loss": False, "eps": 1e-5},
     ),
     ("mlperf", 65_536): Row(
-        24.699,
-        "606 steps",
-        "1738 steps",
-        1e-4,
-        64,
-        {**_TPU, "l2_in_loss": False, "momentum": 0.951807},
+        learning_rate=24.699,
+        warmup="606 steps",
+        duration="1738 steps",
+        end_rate=1e-4,
+        group_size=64,
+        optimizer={**_TPU, "l2_in_loss": False, "momentum": 0.951807},
     ),
     ("mlperf_jax", 65_536): Row(
-        23.080977304670448,
-        "651.75 steps",
-        "1817 steps",
-        1e-4,
-        64,
-        {"name": "lars", "preset": "you2017", "weight_decay": 1e-4, "momentum": 0.9537213777059405},
+        learning_rate=23.080977304670448,
+        warmup="651.75 steps",
+        duration="1817 steps",
+        end_rate=1e-4,
+        group_size=64,
+        optimizer={
+            "name": "lars",
+            "preset": "you2017",
+            "weight_decay": 1e-4,
+            "momentum": 0.9537213777059405,
+        },
     ),
 }
 RECIPES = {
@@ -110,8 +127,8 @@ SIZES = (18, 34, 50, 101, 152)
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: size=50 (18 | 34 | 50 | 101 | 152), optimizer=lamb|lars|momentum, recipe (of that
-    optimizer, see above), batch=32768, smoke.
+    """Arguments: size=50 (18 | 34 | 50 | 101 | 152), optimizer=lamb|lars|momentum, recipe (of the
+    optimizer; see above), batch=32768, smoke.
     """
     arg = parse_argument(argument, size=50, optimizer="lamb", recipe="", batch=32_768, smoke=False)
     check_argument("size", arg.size, SIZES)
@@ -142,7 +159,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         {
             "name": "classification",
             "label_smoothing": 0.1,
-            # Mean and deviation of ImageNet's pixels by channel, 0 to 255, as torchvision has them.
+            # torchvision's mean and deviation of ImageNet's pixels by channel, 0 to 255.
             "input_mean": (123.675, 116.28, 103.53),
             "input_std": (58.395, 57.12, 57.375),
             "mixup_alpha": 0.0,
@@ -160,7 +177,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         }
     )
     config.schedule.decay = "polynomial"
-    # Rates are for the batch itself, unless an optimizer scales them.
+    # Rates are for this batch, unless an optimizer below scales them.
     config.schedule.base_batch_size = arg.batch
     config.parallel.backend = "shard_map"
     config.eval.batch_size = 1024
@@ -195,7 +212,7 @@ def _lamb(config: ConfigDict, recipe: str) -> None:
     config.schedule.warmup = "20 epochs"
     if recipe == "author":
         check_argument("batch", config.batch_size, (32_768,))
-        # 90 and 20 epochs of 1,281,167 pictures, rounded to updates of 32,768.
+        # 90 and 20 epochs of 1,281,167 images, rounded to updates of 32,768.
         config.duration = "3519 steps"
         config.schedule.scaling = "identity"
         config.schedule.warmup = "782 steps"
@@ -205,7 +222,14 @@ def _lars(config: ConfigDict, recipe: str) -> None:
     if recipe == "tpu":
         rate, epochs = next(row[1:] for row in LARS_TPU if config.batch_size < row[0])
         # tf.train.polynomial_decay ends at 1e-4 by default.
-        row = Row(rate, f"{epochs} epochs", config.duration, 1e-4, 32, _TPU)
+        row = Row(
+            learning_rate=rate,
+            warmup=f"{epochs} epochs",
+            duration=config.duration,
+            end_rate=1e-4,
+            group_size=32,
+            optimizer=_TPU,
+        )
     else:
         known = [batch for name, batch in MLPERF if name == recipe]
         check_argument("batch", config.batch_size, known)
@@ -235,7 +259,7 @@ def _momentum(config: ConfigDict) -> None:
     config.schedule.base_batch_size = 256
     config.schedule.scaling = "linear"
     config.schedule.warmup = "5 epochs"
-    # The warm-up begins at 0.1, the rate of batch 256, whatever the peak.
+    # The warm-up starts at 0.1, the rate of batch 256, whatever the peak.
     config.schedule.start_factor = min(1.0, 256 / config.batch_size)
     config.schedule.decay = "step"
     config.schedule.decay_from = "zero"
@@ -244,7 +268,7 @@ def _momentum(config: ConfigDict) -> None:
 
 
 def _smoke(config: ConfigDict) -> None:
-    """ResNet-18 on 8x8 digits at batch 32, in float32."""
+    """Changes the config to ResNet-18 on 8x8 digits at batch 32, in float32."""
     config.data.name = "digits"
     config.data.eval_split = "test"
     config.data.options = ConfigDict()

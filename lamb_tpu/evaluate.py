@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint of a workdir, or published weights, counting every example once.
+"""Evaluates a checkpoint of a workdir, or published weights; counts each example once.
 
   python -m lamb_tpu.evaluate --workdir=DIR
   python -m lamb_tpu.evaluate --workdir=DIR --split=test --step=best
@@ -8,47 +8,50 @@
       --config.init_from=FOLDER
 
 Prints one JSON object with the metrics of the run's evaluation split, or of --split. Files that a
-task makes, such as predictions.json, go into DIR; those of another split than the run's are named
-SPLIT_predictions.json. --config must be the run's own config with all its overrides. It is needed
-only to change keys that may differ, such as where the data lies. Without --config, DIR/config.json
-may name only custom code that your own modules define; --trust_workdir follows other names too.
+task writes, such as predictions.json, go into DIR; with another split than the run's, their names
+begin with SPLIT_. --config must be the run's config with all its overrides. It is needed only to
+change keys that may differ, such as the folder of the data. Without --config, DIR/config.json may
+name only custom code that your own modules define; --trust-workdir allows other names too.
 
-Without --workdir, the weights of config.init_from are evaluated: of another run, or of Hugging
-Face, timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or written, and only the
-evaluation split of the data has to be there.
+Without --workdir, evaluates the weights of config.init_from: a run, or a file or folder in the
+format of Hugging Face, timm or torchvision, see lamb_tpu/run/initial.py. Nothing is trained or
+written, and only the evaluation split of the data is needed.
 """
 
 from absl import flags
 
 from lamb_tpu import cli
 
-if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+if __name__ == "__main__":  # answer --help before the imports below, which take seconds
     cli.define_run_flags(workdir="Folder of the run; without it, config.init_from is evaluated.")
     cli.define_process_flags()
     cli.define_trust_flag()
     flags.DEFINE_string(
-        "step", None, "Completed updates of the checkpoint, or 'best'; default the newest."
+        "step", None, "Completed updates of the checkpoint, or 'best'; default: the newest."
     )
-    flags.DEFINE_string("split", None, "Split to evaluate; default the run's evaluation split.")
+    flags.DEFINE_string("split", None, "Split to evaluate; default: the run's evaluation split.")
     cli.answer_help()
 
 import json
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from lamb_tpu import own, terminal, trust
+from lamb_tpu import custom, terminal, trust
 from lamb_tpu.cluster import cpu_devices, distributed
-from lamb_tpu.config import base_config, check_keys, unflatten
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ABSENT, UserError, listed
+from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run import identity
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe_read
 from lamb_tpu.run.evaluator import make_evaluator
 from lamb_tpu.run.preflight import check_data
+from lamb_tpu.spec import Config, Spec, changed, of_flat, parse
+from lamb_tpu.spec_keys import Component
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.metrics import as_json
 from lamb_tpu.store.position import Position
@@ -57,9 +60,9 @@ from lamb_tpu.watch.best import Best
 from lamb_tpu.watch.evaluations import check_finite
 
 
-@own.calling("the evaluation")
+@custom.calling("the evaluation")
 def evaluate_checkpoint(
-    config: ConfigDict | None,
+    config: Config | None,
     workdir: str | os.PathLike[str],
     step: int | str | None = None,
     split: str | None = None,
@@ -67,154 +70,171 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """Evaluates a checkpoint and writes the task's files, such as predictions.json.
 
-    The run's folder may be read-only: a line on stderr then says that the files are not written.
+    If the run's folder is read-only, a line on stderr says that the files are not written.
 
     Args:
-      config: the config that the run was started with; None reads it from the workdir.
+      config: the config of the run; None reads it from the workdir.
       workdir: folder of the run.
-      step: completed updates of the checkpoint; 'best' for the one that `config.checkpoint.best`
-        keeps, None for the newest.
+      step: completed updates of the checkpoint, or 'best' by config.checkpoint.best; None: newest.
       split: split to evaluate; None: config.data.eval_split.
-      trust_workdir: whether a config that is read from the workdir may name any custom code, see
-        `lamb_tpu.trust`.
+      trust_workdir: whether a config from the workdir may name any custom code; see `trust`.
 
     Returns:
-      The metrics, and `step`, the update of the checkpoint.
+      The metrics, and as `step` the number of completed updates of the checkpoint.
 
     Raises:
-      UserError: the config has a mistake, or there is no such checkpoint.
+      UserError: the config is wrong, differs from the run's or names code that is not trusted, or
+        the checkpoint does not exist or is damaged.
     """
     identity.check_start(
-        config, workdir, {"--step": step, "--split": split, "--trust_workdir": trust_workdir}
+        config, workdir, {"--step": step, "--split": split, "--trust-workdir": trust_workdir}
     )
     folder = Workdir(workdir)
     with distributed.together():
-        of_run = folder.read_config()  # refuses a folder without a run
+        of_run = folder.read_config()  # rejects a folder without a run
     if config is None and not trust_workdir:
-        trust.check(of_run, folder.config, "--trust_workdir")
+        trust.check(of_run, folder.config, "--trust-workdir")
     if config is None:
-        config = unflatten(of_run)
+        config = of_flat(of_run)
         identity.check_start(config, workdir)
-    config = config.copy_and_resolve_references()
+    spec = parse(config)
 
     def prepared(split: str) -> Run:
-        config.data.eval_split = split
-        return prepare(config, workdir, training=False)
+        return prepare(changed(spec, {"data.eval_split": split}), workdir, training=False)
 
-    own_split, split = of_run.get("data.eval_split"), split or config.data.eval_split
-    # A split such as train[:10%] has characters that do not belong in a file's name.
-    prefix = "" if split == own_split else re.sub(r"\W+", "_", split).strip("_") + "_"
+    run_split, split = of_run.get("data.eval_split"), split or spec.data.eval_split
+    # A split such as train[:10%] has characters that do not belong in a file name.
+    prefix = "" if split == run_split else re.sub(r"\W+", "_", split).strip("_") + "_"
     run = prepared(split)
     with Checkpoints(
         folder.checkpoints,
-        config.checkpoint.keep,
+        spec.checkpoint.keep,
         report=lambda text: print(terminal.fit(text), file=sys.stderr),
         writes=False,
     ) as checkpoints:
         restored = None
-        # The newest checkpoint remembers which one is the best, and by which metric.
+        # The newest checkpoint records which one is the best, and by which metric.
         if step in (None, "best"):
             restored = checkpoints.restore_latest(run.saved_state)
         if step == "best" and restored is not None:
-            state, position = restored[0], Position.from_json(restored[1])
-            kept = position.observers["best"]
-            best = Best(kept["metric"], kept["mode"])
-            best.restore(kept)
-            if position.eval_due:  # a preempted run's last evaluation was broken off
-                # Only the run's own split decides which checkpoint is the best.
-                decides = prepared(own_split) if prefix and own_split is not None else run
-                best.evaluated(int(state.step), make_evaluator(decides)(state))
-            step = best.step
+            # Only the run's evaluation split decides which checkpoint is the best.
+            decides = run_split if prefix and run_split is not None else None
+            step = _best(*restored, lambda: run if decides is None else prepared(decides))
             if step is None:
                 raise UserError(
-                    f"--workdir {folder.path} has no best checkpoint: the run's "
-                    "config.checkpoint.best named no metric, or it has had no evaluation yet; give "
-                    "--step=UPDATE of "
-                    f"{', '.join(map(str, checkpoints.steps()))}"
+                    f"--workdir {folder.path}",
+                    problem="has no best checkpoint, because its config.checkpoint.best is None or it "
+                    "has had no evaluation yet",
+                    remedy=f"use --step={listed(checkpoints.steps())}",
                 )
         if step not in (None, "best"):
             restored = checkpoints.restore(int(step), run.saved_state)
     if restored is None:
-        raise UserError(f"--workdir {folder.path} has no checkpoint yet")
+        problem, remedy = "has no checkpoint yet", "train the run, or give another folder"
+        raise UserError(f"--workdir {folder.path}", ABSENT, problem, remedy)
     state, _ = restored
 
-    # A folder that may only be read is no reason to withhold the metrics.
-    def keep_file(name: str, text: str) -> None:
-        try:
-            folder.write_file(name, text)
-        except UserError as error:
-            _tell(f"{name} is not written: {str(error).partition(';')[0]}")
-
     check_data(run, training=False)
-    evaluator = make_evaluator(run, keep_file=keep_file, files_prefix=prefix)
+    evaluator = make_evaluator(run, keep_file=_keeping(folder), files_prefix=prefix)
     metrics = evaluator(state)
-    _tell(describe_read(run, training=False))
+    _print(describe_read(run, training=False))
     return {"step": int(state.step), **metrics}
 
 
-@own.calling("the evaluation")
-def evaluate_weights(config: ConfigDict | None, split: str | None = None) -> dict[str, float]:
-    """Evaluates the weights of config.init_from, without the folder of a run.
+def _keeping(folder: Workdir) -> Callable[[str, str], None]:
+    """Returns a function that writes a file into a folder, which may be read-only."""
 
-    Args:
-      config: a config; only its data, task, model, mesh and partition rules matter.
-      split: split to evaluate; None: config.data.eval_split.
+    def keep(name: str, text: str) -> None:
+        try:
+            folder.write_file(name, text)
+        except UserError as error:
+            _print(f"{name} is not written: {str(error).partition(';')[0]}")
 
-    Raises:
-      UserError: the config has a mistake, or the weights do not fit the model or lack some of its
-        parameters.
+    return keep
+
+
+def _best(state: TrainState, saved: Mapping[str, Any], decides: Callable[[], Run]) -> int | None:
+    """Returns the update of the best checkpoint, which the newest checkpoint (`state`, `saved`) records.
+
+    If the last evaluation was interrupted, it is first repeated with the run that `decides` returns.
     """
-    if config is None or not config.init_from:
-        raise UserError(
-            "--workdir is missing; for weights that no run here has trained give --config and "
-            "--config.init_from instead"
-        )
-    identity.check_start(config, None, {"--split": split})
-    check_keys(config)
-    given = config.copy_and_resolve_references()
-    # Parts that only training needs are left out: moments, averages, the training split.
-    config = base_config()
-    with config.unlocked(), config.ignore_type():
-        for key in ("data", "eval", "init_from", "mesh", "model", "phases", "task"):
-            config[key] = given[key]
-        config.parallel.rules = given.parallel.rules
-        config.init.new_parameters = given.init.new_parameters
-        # `prepare` loads a training set too; the evaluation's stands in for it.
-        config.data.eval_split = config.data.train_split = split or config.data.eval_split
-        # Plain SGD keeps no moments, for which there may be no memory.
-        config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.0})
-        config.batch_size = 1
-    run = prepare(config, None, training=False)
+    position = Position.from_json(saved)
+    record = position.observers["best"]
+    best = Best(record["metric"], record["mode"])
+    best.restore(record)
+    if position.eval_due:  # the run was preempted in its evaluation
+        best.evaluated(int(state.step), make_evaluator(decides())(state))
+    return best.step
+
+
+@custom.calling("the evaluation")
+def evaluate_weights(config: Config | None, split: str | None = None) -> dict[str, float]:
+    """Evaluates the weights of config.init_from without a workdir; see `evaluate_checkpoint`.
+
+    Uses only the data, task, model, mesh and partition rules of the config. Raises a `UserError` if
+    the config is wrong, or if the weights do not fit the model or lack some of its parameters.
+    """
+    spec = None
+    if config is not None:
+        identity.check_start(config, None, {"--split": split})
+        spec = parse(config)
+    if spec is None or not spec.init_from:
+        remedy = "give it, or give --config and --config.init_from to evaluate other weights"
+        raise UserError("--workdir", ABSENT, "is missing", remedy)
+    run = prepare(_for_evaluation(spec, split or spec.data.eval_split), None, training=False)
     start = run.start
     assert start is not None and start.match is not None  # config.init_from is given
     new = start.match.new
     if new:
-        raise UserError(
-            f"config.init_from {config.init_from} does not fit all of the model: {len(new)} of its "
-            f"arrays would be random, such as {new[0].partition('/')[2]}; train from it first"
+        problem = (
+            f"lacks {len(new)} arrays of the model, which would be random, such as "
+            f"{new[0].partition('/')[2]}"
         )
-    _tell("; ".join([start.describe_weights(), *start.notes]))
+        raise UserError("config.init_from", spec.init_from, problem, "train from it first")
+    _print("; ".join([start.describe_weights(), *start.notes]))
     check_data(run, training=False)
     metrics = make_evaluator(run)(run.first_state())
-    _tell(describe_read(run, training=False))
+    _print(describe_read(run, training=False))
     return metrics
 
 
-def _tell(text: str) -> None:
-    # Standard output holds the JSON object alone.
+def _for_evaluation(spec: Spec, split: str) -> Spec:
+    """Returns a config without what only training needs: moments, averages and training data."""
+    return changed(
+        Spec(),
+        {
+            **{
+                key: getattr(spec, key)
+                for key in ("data", "eval", "init_from", "mesh", "model", "phases", "task")
+            },
+            "parallel.rules": spec.parallel.rules,
+            "init.new_parameters": spec.init.new_parameters,
+            # `prepare` loads a training set too; use the evaluation split for it.
+            "data.train_split": split,
+            "data.eval_split": split,
+            # Plain SGD has no moments, for which there may be no memory.
+            "optimizer": Component("sgd", {"learning_rate": 0.0}),
+            "batch_size": 1,
+        },
+    )
+
+
+def _print(text: str) -> None:
+    # Standard output holds only the JSON object.
     if text and jax.process_index() == 0:
         print(terminal.fit(text), file=sys.stderr)
 
 
 def main() -> None:
     """Entry point of the command line."""
-    # Both calls must come before anything asks JAX for a device.
+    # Make both calls before anything asks JAX for a device.
     cpu_devices.make_from_flags()
     distributed.initialize_from_flags()
     step = flags.FLAGS.step
     if step is not None and step != "best":
         if not step.isdecimal():
-            raise UserError(f"--step is {step!r}; it must be a number of updates or 'best'")
+            remedy = "use a number of updates or 'best'"
+            raise UserError("--step", step, "is not a checkpoint", remedy)
         step = int(step)
     values = flags.FLAGS
     if values.workdir:
@@ -222,16 +242,16 @@ def main() -> None:
             values.config, values.workdir, step, values.split, values.trust_workdir
         )
     elif step is not None:
-        raise UserError(f"--step={step} is of a run's checkpoints; give its --workdir")
+        raise UserError("--step", step, "needs the --workdir of a run", "give it")
     else:
         metrics = evaluate_weights(values.config, values.split)
     if jax.process_index() == 0:
         print(json.dumps(as_json(metrics)), flush=True)
-    check_finite("the evaluation", metrics, _allows(values), _tell)
+    check_finite("the evaluation", metrics, _allows(values), _print)
 
 
 def _allows(values: flags.FlagValues) -> bool:
-    """Returns config.guards.allow_nonfinite_eval, of --config or else of the run."""
+    """Returns config.guards.allow_nonfinite_eval from --config or, without it, from the run's config."""
     if values.config is not None:
         return bool(values.config.guards.allow_nonfinite_eval)
     return bool(Workdir(values.workdir).read_config().get("guards.allow_nonfinite_eval"))

@@ -1,4 +1,4 @@
-"""Carries a learning rate and a warm-up from one batch to others by LEGW, as a table and curves."""
+"""Scales a learning rate and warm-up from a base batch size to other batch sizes by LEGW."""
 
 import argparse
 import math
@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lamb_tpu import cli, terminal
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, out_of_range
 
-if TYPE_CHECKING:  # --help does without what this imports
+if TYPE_CHECKING:  # --help does not need these slow imports
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _NOTE = """\
-LEGW (arXiv:1901.08256): for k times the batch, sqrt(k) times the rate and k
-times the warm-up epochs. The warm-up, linear from 0, has as many updates at
-every batch. All else stays as it was tuned at the base batch, in epochs. A
-recipe does the same with --config.schedule.scaling=legw, and then
-config.schedule.base_batch_size, config.schedule.warmup and
-config.optimizer.learning_rate are those of the base batch.
+LEGW (arXiv:1901.08256): k times the batch size takes sqrt(k) times the learning
+rate and k times the warm-up epochs. The warm-up is linear from 0 and has the
+same number of updates at every batch size. All other settings stay as tuned at
+the base batch size; durations keep their number of epochs. A recipe does the
+same with --config.schedule.scaling=legw; config.schedule.base_batch_size,
+config.schedule.warmup and config.optimizer.learning_rate then are the settings
+of the base batch size.
 
 examples:
   python -m lamb_tpu.legw --base-batch=128 --base-lr=0.1 \\
@@ -28,19 +30,14 @@ examples:
   python -m lamb_tpu.legw --base-batch=256 --base-lr=0.001 \\
       --base-warmup-epochs=0.5 --batches=256,1000,8192 --num-examples=1281167
 """
-_MOST = 10**6  # of a rate or a number of epochs
+_MOST = 10**6  # limit of a learning rate or a number of epochs
 
 
-class Row(NamedTuple):
-    """A batch with what LEGW gives it.
+class ScaledBatch(NamedTuple):
+    """The LEGW settings of a batch size.
 
-    Attributes:
-      batch: examples in an update.
-      learning_rate: the peak.
-      warmup_epochs: length of the warm-up in epochs.
-      warmup_updates: the same in updates; may be a fraction.
-      updates_per_epoch: may be a fraction.
-      updates: of the whole training, rounded up; None if its length is not known.
+    `updates` is the length of the training in updates, or None if it is unknown. The other numbers
+    of updates may be fractional.
     """
 
     batch: int
@@ -58,31 +55,37 @@ def rows(
     batches: Sequence[int],
     num_examples: int,
     epochs: float | None = None,
-) -> list[Row]:
-    """Returns a row for each batch.
+) -> list[ScaledBatch]:
+    """Returns the LEGW settings of each batch size.
 
-    Args:
-      base_batch, base_rate, base_warmup_epochs: the setting that was tuned.
-      batches: the batches to carry it to, in examples.
-      num_examples: examples in an epoch.
-      epochs: length of the training; None if it is not known.
+    `num_examples` is the number of examples per epoch; `epochs` is the length of the training, if it
+    is known.
     """
     from lamb_tpu.optim import durations, scaling
 
     length = None if epochs is None else durations.parse(f"{epochs} epochs")
-    found = []
+    scaled = []
     for batch in batches:
         rate, warmup = scaling.legw(base_rate, base_warmup_epochs, base_batch, batch)
         per_epoch = num_examples / batch
         updates = None if length is None else length.whole_steps(batch, num_examples)
-        found.append(Row(batch, rate, warmup, warmup * per_epoch, per_epoch, updates))
-    return found
+        scaled.append(
+            ScaledBatch(
+                batch=batch,
+                learning_rate=rate,
+                warmup_epochs=warmup,
+                warmup_updates=warmup * per_epoch,
+                updates_per_epoch=per_epoch,
+                updates=updates,
+            )
+        )
+    return scaled
 
 
-def table(found: Sequence[Row]) -> str:
-    """Returns the rows as lines with aligned columns."""
+def table(scaled: Sequence[ScaledBatch]) -> str:
+    """Formats the rows as lines with aligned columns."""
     head = ["batch", "rate", "warm-up epochs", "warm-up updates", "updates/epoch"]
-    if found[0].updates is not None:
+    if scaled[0].updates is not None:
         head.append("updates")
     lines = [
         [
@@ -93,84 +96,84 @@ def table(found: Sequence[Row]) -> str:
             _count(row.updates_per_epoch),
             *([] if row.updates is None else [f"{row.updates:,}"]),
         ]
-        for row in found
+        for row in scaled
     ]
     return terminal.columns([head, *lines], right=range(len(head)))
 
 
 def _count(value: float) -> str:
-    """Returns a number of updates, with one decimal unless it is whole."""
+    """Formats a number of updates, with one decimal unless it is an integer."""
     rounded = round(value, 1)
     return f"{rounded:,.0f}" if rounded == int(rounded) else f"{rounded:,.1f}"
 
 
-def warnings(found: Sequence[Row], epochs: float | None) -> list[str]:
-    """Returns a sentence for each batch whose warm-up does not end within the training."""
+def warnings(scaled: Sequence[ScaledBatch], epochs: float | None) -> list[str]:
+    """Returns a warning for each batch size whose warm-up is longer than the training."""
     return [
         f"at batch {row.batch:,} the warm-up of {row.warmup_epochs:.6g} epochs is longer than the "
-        f"training of {epochs:.6g}, so the rate never reaches {row.learning_rate:.6g}"
-        for row in found
+        f"training of {epochs:.6g} epochs, so the rate never reaches {row.learning_rate:.6g}"
+        for row in scaled
         if epochs is not None and row.warmup_epochs > epochs
     ]
 
 
-def picture(found: Sequence[Row], epochs: float | None = None) -> "Figure":
-    """Plots the rate of every batch against epochs, and its warm-up against updates.
-
-    Without `epochs` the curves end behind the longest warm-up.
-    """
+def curve_figure(scaled: Sequence[ScaledBatch], epochs: float | None = None) -> "Figure":
+    """Plots the learning rate of each batch size against epochs, and its warm-up against updates."""
     from lamb_tpu import style
 
-    end = epochs or 1.25 * max(row.warmup_epochs for row in found) or 1.0
-    figure = style.figure(10, 4.4)
-    by_epoch, by_update = figure.subplots(1, 2)
-    # Twice the warm-up, which has as many updates at every batch.
-    first_updates = 2 * found[0].warmup_updates or found[0].updates_per_epoch * end
-    for number, row in enumerate(found):
-        color = style.numbered(number)["color"]
-        for axes, length, warmup, label in (
-            (by_epoch, end, row.warmup_epochs, f"{row.batch:,}"),
-            (by_update, min(first_updates, row.updates_per_epoch * end), row.warmup_updates, None),
-        ):
-            ramp = min(warmup, length)
-            reached = row.learning_rate * (ramp / warmup if warmup else 1)
-            axes.plot([0, ramp, length], [0, reached, reached], color=color, label=label)
-    style.dress(by_epoch, "by epochs", "epochs", "learning rate")
-    style.dress(by_update, "the first updates", "completed updates", "learning rate")
-    figure.legend(
-        loc="outside lower center", ncols=min(len(found), 8), frameon=False, title="batch"
+    end = epochs or 1.25 * max(row.warmup_epochs for row in scaled) or 1.0
+    # Twice the warm-up, which has the same number of updates at every batch size.
+    first_updates = 2 * scaled[0].warmup_updates or scaled[0].updates_per_epoch * end
+    split = style.chunks(scaled)
+    figure, panels = style.stacked(
+        [5.4] * len(split), [[f"{row.batch:,}" for row in drawn] for drawn in split]
     )
+    first: tuple[Axes, Axes] | None = None
+    for panel, drawn in zip(panels, split, strict=True):
+        by_epoch, by_update = panel.subplots(2, 1)
+        first = first or (by_epoch, by_update)
+        for axes, of in zip((by_epoch, by_update), first):
+            if axes is not of:
+                axes.sharex(of)
+                axes.sharey(of)
+        if len(split) > 1:
+            panel.suptitle(f"batches {drawn[0].batch:,} to {drawn[-1].batch:,}", fontsize=11)
+        for number, row in enumerate(drawn):
+            look = style.numbered(number)
+            for axes, length, warmup in (
+                (by_epoch, end, row.warmup_epochs),
+                (by_update, min(first_updates, row.updates_per_epoch * end), row.warmup_updates),
+            ):
+                ramp = min(warmup, length)
+                reached = row.learning_rate * (ramp / warmup if warmup else 1)
+                axes.plot([0, ramp, length], [0, reached, reached], **look, label=f"{row.batch:,}")
+        style.dress(by_epoch, "by epochs", "epochs", "learning rate")
+        style.dress(by_update, "the first updates", "completed updates", "learning rate")
+        style.legend_below(panel, title="batch")
     return figure
 
 
 def read_batches(text: str) -> list[int]:
-    """Reads '20..640', the doublings from 20 to 640, or a list such as '20,100,640'.
-
-    Raises:
-      UserError: something else, or a range whose end is not reached by doubling.
-    """
+    """Parses batch sizes: a range of doublings such as '20..640', or a list such as '20,100,640'."""
     first, is_range, last = text.partition("..")
     if not is_range:
-        return [_whole("--batches", part) for part in text.split(",")]
+        return [_whole("--batches", item) for item in text.split(",")]
     low, high = _whole("--batches", first), _whole("--batches", last)
-    found = [low]
-    while found[-1] < high:
-        found.append(2 * found[-1])
-    if found[-1] != high:
-        below = f", such as {low}..{found[-2]}" if len(found) > 1 else ""
-        raise UserError(
-            f"--batches is {text!r}; doubling {low} does not reach {high}: give an end that it "
-            f"reaches{below}, or a list of batches"
-        )
-    return found
+    scaled = [low]
+    while scaled[-1] < high:
+        scaled.append(2 * scaled[-1])
+    if scaled[-1] != high:
+        below = f"{low}..{scaled[-2]}, or " if len(scaled) > 1 else ""
+        problem = f"is not a range, because doubling {low} does not reach {high}"
+        raise UserError("--batches", text, problem, f"give {below}a list of batches")
+    return scaled
 
 
 def _whole(flag: str, text: str) -> int:
     if not re.fullmatch(r"\s*[0-9][0-9_]{0,17}\s*", text) or int(text) < 1:
-        raise UserError(
-            f"{flag} has {text!r}; it must be a whole number of examples above 0"
-            + (", a list of such, or a range such as 20..640" if flag == "--batches" else "")
-        )
+        problem = "is not a whole number of examples above 0"
+        examples = "20, 20,100,640 or 20..640" if flag == "--batches" else "128"
+        raise UserError(flag, text, problem, f"give a value such as {examples}")
     return int(text)
 
 
@@ -180,51 +183,35 @@ def _number(flag: str, text: str, least: str = "above 0") -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= _MOST or (value == 0 and least == "above 0"):
-        raise UserError(f"{flag} is {text!r}; it must be a number {least}, at most a million")
+        raise out_of_range(flag, text, f"a number {least}, at most a million")
     return value
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = terminal.Parser(
-        prog="python -m lamb_tpu.legw",
-        epilog=_NOTE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m lamb_tpu.legw", epilog=_NOTE, description=__doc__ or ""
     )
-    parser.add_argument(
-        "--base-batch",
-        required=True,
-        metavar="N",
-        help="batch at which the rate was tuned, in examples",
-    )
-    parser.add_argument(
-        "--base-lr", required=True, metavar="RATE", help="peak learning rate tuned there"
-    )
-    parser.add_argument(
-        "--base-warmup-epochs",
-        required=True,
-        metavar="EPOCHS",
-        help="warm-up there; fractions are meant, 0 is none",
-    )
-    parser.add_argument(
-        "--batches",
-        required=True,
-        metavar="FIRST..LAST",
-        help="batches to carry it to, by doubling, or a list: 20,100,640",
-    )
-    parser.add_argument(
-        "--num-examples",
-        required=True,
-        metavar="N",
-        help="examples in an epoch; of streams of text, batch times updates",
-    )
-    parser.add_argument("--epochs", metavar="EPOCHS", help="length of the training")
-    parser.add_argument("--output", metavar="FILE.svg", help="picture of the curves")
+    for flag, text in (
+        ("--base-batch=N", "tuned batch size, in examples"),
+        ("--base-lr=RATE", "peak learning rate tuned at that batch size"),
+        (
+            "--base-warmup-epochs=EPOCHS",
+            "warm-up tuned at that batch size; may be fractional; 0: none",
+        ),
+        (
+            "--batches=FIRST..LAST",
+            "batch sizes to scale to: doublings, or a list such as 20,100,640",
+        ),
+        ("--num-examples=N", "examples per epoch; for text streams, batch size times updates"),
+    ):
+        parser.option(flag, text, required=True)
+    parser.option("--epochs=EPOCHS", "length of the training")
+    parser.option("--output=FILE.svg", "figure of the curves")
     return parser.parse_all(arguments)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints the table and the warnings, and draws the curves if asked to."""
+    """Prints the table and the warnings, and draws the curves if --output is given."""
     base = _whole("--base-batch", options.base_batch)
     rate = _number("--base-lr", options.base_lr)
     warmup = _number("--base-warmup-epochs", options.base_warmup_epochs, "of at least 0")
@@ -232,27 +219,21 @@ def main(options: argparse.Namespace) -> None:
     examples = _whole("--num-examples", options.num_examples)
     epochs = None if options.epochs is None else _number("--epochs", options.epochs)
     if max(batches) > examples:
-        raise UserError(
-            f"--batches has {max(batches)}, more than the --num-examples={examples} of an epoch; "
-            "it must be at most that"
-        )
+        problem = f"is larger than an epoch, --num-examples={examples}"
+        raise UserError("--batches", max(batches), problem, f"use at most {examples}")
     if options.output is not None:
         from lamb_tpu import style
-        from lamb_tpu.files import buckets, writing
+        from lamb_tpu.files import writing
 
-        path = buckets.local(options.output, "--output")
-        style.check_picture(path, "--output", ".svg")
-    found = rows(base, rate, warmup, batches, examples, epochs)
-    print(table(found))
-    for text in warnings(found, epochs):
+        path = style.figure_path(options.output, "--output", ".svg")
+    scaled = rows(base, rate, warmup, batches, examples, epochs)
+    print(table(scaled))
+    for text in warnings(scaled, epochs):
         print(terminal.fit(f"warning: {text}"), file=sys.stderr)
     if options.output is not None:
-        with writing.checked(path, "--output"):
-            writing.write(path, style.svg(picture(found, epochs)).encode())
+        writing.replace(path, style.svg(curve_figure(scaled, epochs)), "--output")
         print(path)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    del sys.argv[1:]  # the flags of absl, of which there are none here
-    cli.run_main(lambda: main(_parse(given)))
+    cli.run_command(lambda words: main(_parse(words)))

@@ -1,22 +1,22 @@
-"""Fills the gaps of a text with the words that a pre-trained BERT expects there.
+"""Fills the gaps in a text with the words that a pre-trained BERT predicts.
 
   python -m lamb_tpu.predict --checkpoint=DIR \\
       --text='The capital of France is [MASK].'
 
 DIR is the workdir of a masked_lm run, or a folder with Hugging Face's config.json,
-model.safetensors and vocab.txt. A workdir's newest checkpoint is read; with phases DIR may be the
-folder of all of them or of one. Neither the data set nor the memory for training is needed. A word
-that begins with ## continues the word before it.
+model.safetensors and vocab.txt. The newest checkpoint of a workdir is read. For a run with phases,
+DIR may be the folder of all phases or of one phase. Neither the data set nor the memory for training
+is needed. A word that begins with ## continues the previous word.
 """
 
 from absl import flags
 
 from lamb_tpu import cli
 
-if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
-    flags.DEFINE_string("checkpoint", None, "Workdir of a run, or a folder of Hugging Face's.")
+if __name__ == "__main__":  # answer --help before the imports below, which take seconds
+    flags.DEFINE_string("checkpoint", None, "Workdir of a run, or folder in Hugging Face's format.")
     flags.DEFINE_string("text", None, "The text, with [MASK] at each gap.")
-    flags.DEFINE_integer("top", 5, "Number of words to print for each gap.")
+    flags.DEFINE_integer("top", 5, "Number of words to print for each gap.", 1, 10_000)
     flags.DEFINE_bool("json", False, "Print one JSON object instead.")
     cli.answer_help()
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ABSENT, UserError, out_of_range
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.run.weights import open_weights
 
@@ -38,7 +38,7 @@ MASK = "[MASK]"
 
 
 class Word(NamedTuple):
-    """A word for a gap: its token, and the network's probability of it."""
+    """A word for a gap: its token and its probability."""
 
     word: str
     probability: float
@@ -53,42 +53,40 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
       top: number of words for each gap.
 
     Raises:
-      UserError: the folder has no weights, no vocabulary or one of another size, or the network
-        has no head for masked words; the text has no gap or is too long.
+      UserError: the folder has no weights, no BERT that predicts masked words, or no vocabulary that
+        fits; or the text is too long or has no gap.
     """
     if top < 1:
-        raise UserError(f"--top is {top}; it must be at least 1")
-    # Standard output holds the answer alone.
-    weights = open_weights(folder, "--checkpoint", report=lambda told: print(told, file=sys.stderr))
+        raise out_of_range("--top", top, "at least 1")
+    # Standard output holds only the answer.
+    weights = open_weights(folder, "--checkpoint", report=lambda line: print(line, file=sys.stderr))
     if weights.unfinished:
         print(f"the run has not ended ({weights.unfinished})", file=sys.stderr)
-    config, found = weights.bert(), weights.text()
+    config, saved_text = weights.bert(), weights.text()
     if config is None or "mlm" not in config.heads:
-        network = "no BERT" if config is None else f"a BERT with the heads {config.heads}"
-        raise UserError(
-            f"--checkpoint {weights.folder} is {network}; only one with the head 'mlm', as the "
-            "task masked_lm trains it, fills gaps"
-        )
-    if found is None:
-        raise UserError(f"--checkpoint {weights.folder} has no vocab.txt; put the network's there")
-    vocabulary, cased = found
+        network = "not a BERT" if config is None else f"a BERT with the heads {config.heads}"
+        problem = f"is {network}, which cannot fill gaps"
+        remedy = "use a BERT with the head 'mlm', which the task masked_lm trains"
+        raise UserError(f"--checkpoint {weights.folder}", ABSENT, problem, remedy)
+    if saved_text is None:
+        remedy = "copy the network's vocab.txt into it"
+        raise UserError(f"--checkpoint {weights.folder}", ABSENT, "has no vocab.txt", remedy)
+    vocabulary, cased = saved_text
     if len(vocabulary) != config.vocab_size:
-        raise UserError(
-            f"{weights.folder}/vocab.txt has {len(vocabulary):,} words, the network "
-            f"{config.vocab_size:,}; put the network's own there"
-        )
-    # A vocabulary of unknown case counts as uncased, as in transformers and in an export.
+        problem = f"has {len(vocabulary):,} words, but the network has {config.vocab_size:,}"
+        remedy = "replace it by the network's vocab.txt"
+        raise UserError(f"{weights.folder}/vocab.txt", ABSENT, problem, remedy)
+    # If it is unknown whether the vocabulary is cased, treat it as uncased, like transformers.
     ids = encode(text, vocabulary, bool(cased))
     if len(ids) > config.max_positions:
-        raise UserError(
-            f"--text has {len(ids):,} tokens with [CLS] and [SEP], the network takes at most "
-            f"{config.max_positions:,}"
-        )
+        problem = f"has {len(ids):,} tokens, including [CLS] and [SEP]"
+        remedy = f"use at most {config.max_positions:,}, the limit of the network"
+        raise UserError("--text", ABSENT, problem, remedy)
     gaps = np.flatnonzero(ids == vocabulary.mask_id)
     if not len(gaps):
-        raise UserError(f"--text has no {MASK}; write it where a word is to be found")
+        raise UserError("--text", ABSENT, f"has no {MASK}", "write it in place of a word")
     probabilities = _probabilities(config, weights.params(), ids, gaps)
-    # Stable, so that words of equal probability come in the order of the vocabulary.
+    # Stable: words of equal probability stay in the order of the vocabulary.
     best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
     return [
         [Word(vocabulary.tokens[index], float(row[index])) for index in indices]
@@ -97,10 +95,10 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
 
 
 def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
-    """Returns the ids of a text with gaps, between [CLS] and [SEP], int32 (tokens,)."""
+    """Returns the token ids of a text with gaps, from [CLS] to [SEP]: int32 (tokens,)."""
     tokenizer = make_tokenizer(vocabulary, cased)
     ids = [vocabulary.cls_id]
-    # The tokenizer would take [MASK] for a word between brackets, so the text is cut there first.
+    # The tokenizer would treat [MASK] as a word in brackets, so split the text there first.
     for number, part in enumerate(text.split(MASK)):
         ids += [vocabulary.mask_id] if number else []
         ids += tokenizer.encode(part).ids
@@ -111,9 +109,9 @@ def _probabilities(
     config: BertConfig, params: Any, ids: np.ndarray, gaps: np.ndarray
 ) -> np.ndarray:
     """Returns the probabilities of all words at each gap, float32 (gaps, words)."""
-    # float32 is slower than bfloat16 but more exact, and one text takes little time.
+    # float32 is slower than bfloat16 but more accurate, and one text takes little time.
     module = dataclasses.replace(config, dtype="float32", remat="none").module()
-    # A batch of one text without padding, all of it one segment.
+    # A batch of one text without padding, as one segment.
     inputs = {
         "input_ids": ids[None],
         "token_type_ids": np.zeros_like(ids)[None],
@@ -130,7 +128,7 @@ def _probabilities(
 
 
 def describe(text: str, gaps: list[list[Word]]) -> str:
-    """Returns the text, and below it a line for each word of each gap."""
+    """Returns the text, followed by a line for each word of each gap."""
     width = max(len(word.word) for words in gaps for word in words)
     lines = [text]
     for number, words in enumerate(gaps, start=1):
@@ -145,8 +143,8 @@ def main() -> None:
     values = flags.FLAGS
     gaps = predict(values.checkpoint, values.text, values.top)
     if values.json:
-        found = [[word._asdict() for word in words] for words in gaps]
-        print(json.dumps({"text": values.text, "gaps": found}))
+        answers = [[word._asdict() for word in words] for words in gaps]
+        print(json.dumps({"text": values.text, "gaps": answers}))
     else:
         print(describe(values.text, gaps))
 

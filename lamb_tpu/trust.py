@@ -1,11 +1,9 @@
-"""Custom names of a stored config, which are followed to the user's code alone.
+"""Protection against stored configs that name foreign code.
 
-A config that a user gives on the command line may name any class or function, such as
-'optax:adabelief'. One that lies in a folder may come from someone else, and 'subprocess:getoutput'
-with `model.cmd` would run a program. So a stored name must lead to a class or function that the
-user's modules define: modules outside the standard library, the installed packages, this package
-and the folder itself. Each package on the way is located before it is imported, because importing
-runs code.
+A config stored in a folder may come from someone else, and 'subprocess:getoutput' with `model.cmd`
+would run a program. Therefore the names in a stored config must refer to classes and functions of
+the user's modules: those outside the standard library, the installed packages, this package and
+the folder itself.
 """
 
 import functools
@@ -18,82 +16,80 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lamb_tpu import own
+from lamb_tpu import custom
 from lamb_tpu.errors import UserError
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
-# Debian's Python and virtual environments of other names have such folders too.
+# Debian's Python and other virtual environments also use these folder names.
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def check(stored: Mapping[str, Any], file: pathlib.Path, flag: str) -> None:
-    """Rejects custom names of a stored config that lead to other code than the user's modules.
+    """Rejects custom components in a stored config that the user's modules do not define.
 
-    The user's modules are imported; nothing else is.
-
-    Args:
-      stored: the config, flat or nested.
-      file: the file that it was read from. Modules in the same folder count as part of the config.
-      flag: the command-line flag that turns this check off, for the message.
-
-    Raises:
-      UserError: a name leads elsewhere, or the import of a user's module fails.
+    Imports the user's modules and nothing else. `file` is the stored config; modules in its folder
+    are not trusted either. `flag` is the flag that turns this check off, for the message.
     """
     folder = pathlib.Path(os.path.realpath(file)).parent
     for key, name in _names(stored, "config"):
         reason = _rejected(name, key, folder)
         if reason is not None:
             raise UserError(
-                f"{key} is {name!r} in {file}, and {reason}; a stored config may name only what "
-                "your own modules define, because other code can run any program; give "
-                f"{flag} if you trust the author of that folder"
+                key,
+                name,
+                f"in {file} is rejected: {reason}, but a stored config may name only what "
+                "your own modules define, because other code can run any program",
+                f"give {flag} if you trust the author of that folder",
             )
 
 
 def _names(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yields key and text of each value that has the form of a custom name, at any depth."""
+    """Yields the key and text of each value with the form of a custom name, at any depth."""
     if isinstance(value, Mapping):
         for part, inner in value.items():
             yield from _names(inner, f"{key}.{part}")
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _names(inner, key)
-    elif own.module_of(value) is not None:
+    elif custom.module_of(value) is not None:
         yield key, value
 
 
 def _rejected(name: str, key: str, folder: pathlib.Path) -> str | None:
-    """Returns why a name must not be followed; None if it may be, or if it leads to nothing."""
+    """Returns why a name is rejected; None if it is allowed or cannot be imported."""
     module = name.partition(":")[0]
     reason = _of_module(module, key, name, folder)
-    # Nothing can be imported: text of this form, or a module that `own.find` reports as missing.
+    # The module cannot be imported: the value is other text, or `custom.find` will report it.
     if reason is not None or module not in sys.modules:
         return reason
-    found = own.find(name, key)
-    # A module can also hold what it imported. A package may pass on what its modules define.
-    home = getattr(found, "__module__", None)
+    component = custom.find(name, key)
+    # A module also contains the names that it imports. A package may re-export its modules' names.
+    home = getattr(component, "__module__", None)
     if not isinstance(home, str) or home.partition(".")[0] != module.partition(".")[0]:
         return f"{module} does not define it" + (f" ({home} does)" if home else "")
     return _of_module(home, key, name, folder)
 
 
 def _of_module(module: str, key: str, name: str, folder: pathlib.Path) -> str | None:
-    """Locates a module and then imports it, package by package; returns why it is rejected."""
+    """Locates and then imports a module, package by package; returns why it is rejected, or None."""
     parts = module.split(".")
     for number in range(1, len(parts) + 1):
         path = ".".join(parts[:number])
         try:
-            # The packages above it are imported already, so this imports nothing.
+            # The parent packages are already imported, so this imports nothing.
             spec = importlib.util.find_spec(path)
-        except (ImportError, ValueError):  # its parent is no package; a module without location
+        except (
+            ImportError,
+            ValueError,
+        ):  # the parent is not a package, or the module has no location
             return f"{path} has no file" if path in sys.modules else None
         if spec is None:
             return None
-        # A folder without __init__.py, in which no code lies.
+        # A folder without __init__.py contains no code itself.
         is_folder = spec.origin is None and spec.submodule_search_locations is not None
         if not is_folder and (reason := _of_file(path, spec.origin, folder)):
             return reason
-        own.imported(path, f"{key} is {name!r}")
+        custom.imported(path, key, name)
     return None
 
 
@@ -105,13 +101,13 @@ def _of_file(module: str, origin: str | None, folder: pathlib.Path) -> str | Non
     if is_library(origin):
         return f"{module} belongs to an installed package, Python or lamb_tpu ({origin})"
     if pathlib.Path(os.path.realpath(origin)).is_relative_to(folder):
-        return f"{module} lies in the same folder"
+        return f"{module} is in the same folder"
     return None
 
 
 def is_library(file: str) -> bool:
-    """Returns whether a module's file is of Python, an installed package or this package."""
-    # Behind symbolic links too.
+    """Returns whether a file belongs to Python, an installed package or this package."""
+    # Also check the target of symbolic links.
     paths = (pathlib.Path(file), pathlib.Path(os.path.realpath(file)))
     return any(
         _INSTALLED & set(path.parts) or any(map(path.is_relative_to, _libraries()))
@@ -122,5 +118,5 @@ def is_library(file: str) -> bool:
 @functools.cache
 def _libraries() -> frozenset[str]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    found = {sysconfig.get_path(name) for name in names}
-    return frozenset({*found, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)})
+    paths = {sysconfig.get_path(name) for name in names}
+    return frozenset({*paths, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)})

@@ -1,10 +1,12 @@
-"""Eight simulated CPU devices for every test, set before jax is imported; two runs to share."""
+"""Sets eight simulated CPU devices before jax is imported, and defines shared fixtures."""
 
+import contextlib
 import gc
 import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,34 +14,64 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import compiling
+from tests.seconds import pytest_runtest_call, pytest_terminal_summary  # noqa: F401
+
+pytest.register_assert_rewrite("tests.raising")
+
 if TYPE_CHECKING:
     from tests import gcs
 
-# The CPU runtime sizes its thread pool by the cores it sees; with fewer threads than simulated
-# devices the all-reduce of a step can wait for ever. NPROC tells it to start enough.
+# The CPU runtime sizes its thread pool by the number of cores. With fewer threads than simulated
+# devices, the all-reduce of a step can wait forever, so NPROC sets the number of threads.
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
-# Programs that an earlier test compiled, or a run that a test started, are not compiled again. Each
-# test process has a folder of its own: JAX does not write these files in one piece.
+# A shell ignores Ctrl-C in background jobs, and nohup ignores SIGHUP. Child processes would
+# inherit that.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
+
+# Reuse programs that earlier tests compiled. Each test process has a separate cache folder, because
+# JAX does not write these files atomically.
 COMPILED = tempfile.mkdtemp(prefix="lamb_tpu_compiled_")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets options for fast compilation, unless only long tests run, which mostly compute."""
+    if config.option.markexpr != "long":
+        os.environ["XLA_FLAGS"] = compiling.flags()
+
+
 def pytest_unconfigure() -> None:
-    """Removes that folder."""
+    """Removes the cache folder; resets the exit status set by a command that ended in this process."""
     shutil.rmtree(COMPILED, ignore_errors=True)
+    if "lamb_tpu.ending" in sys.modules:
+        sys.modules["lamb_tpu.ending"].leaving.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Compiles with XLA's defaults for a test marked `optimized`, and for its fixtures."""
+    marked = item.get_closest_marker("optimized") is not None
+    with compiling.optimized() if marked else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgets_programs() -> Iterator[None]:
-    """Drops JAX's programs after a file, when there are many.
+    """Drops JAX's compiled programs after a test file if the process uses more than 2 GiB.
 
-    Each one that lives keeps an MLIR context, and a new context looks through all of them: at 5 GB
-    a process spent a third of its time on that.
+    Each program keeps an MLIR context alive, and a new context searches all of them: a process of
+    5 GB spent a third of its time on this search.
     """
     yield
     memory = pathlib.Path("/proc/self/statm")
@@ -51,7 +83,7 @@ def _forgets_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """The workdir of a complete run of `tiny.digits()`; take `copy` to change anything."""
+    """The workdir of a complete run of `tiny.digits()`; a test that changes files uses `copy`."""
     from lamb_tpu.train import train
     from tests import tiny
 
@@ -64,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """A workdir of `tiny.bert()` with two checkpoints of random weights; not to be changed."""
+    """A workdir of `tiny.bert()` with two checkpoints of random weights; do not change it."""
     from tests import tiny
 
     workdir = tmp_path_factory.mktemp("pretrained")
@@ -76,18 +108,18 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
 
 @pytest.fixture(scope="session")
 def _bucket_server() -> Iterator["gcs.Store"]:
-    # Not imported here, which `buckets` has settings for.
+    # Imported late, because `buckets` must set its options first.
     if importlib.util.find_spec("gcsfs") is None:
         pytest.skip("gcsfs is not installed")
     import fsspec
 
     from tests import gcs
 
-    # One for all tests, because the clients look for its address once.
+    # One server for all tests, because the clients look up its address only once.
     with gcs.serve() as (store, environment), pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        fsspec.config.set_conf_env(fsspec.config.conf)  # which it did when it was imported
+        fsspec.config.set_conf_env(fsspec.config.conf)  # as fsspec does on import
         yield store
 
 
@@ -100,16 +132,15 @@ def bucket(_bucket_server: "gcs.Store") -> "gcs.Store":
 
 @pytest.fixture
 def copy(trained: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy of that workdir."""
     return pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
 @pytest.fixture
-def own_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder with modules of a user's own, see `own_modules`; Python looks there."""
-    from tests import own_modules
+def custom_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An importable folder with the user's modules from `custom_modules`."""
+    from tests import custom_modules
 
-    own_modules.write(tmp_path)
+    custom_modules.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.startswith("my_")]:

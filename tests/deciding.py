@@ -1,4 +1,4 @@
-"""Runs whose batch is decided, by the name of the rule; see `tests.killing`."""
+"""Configs of runs with a batch rule, by the rule's name; `tests.killing` runs them."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ RULES: dict[str, dict[str, Any]] = {"noise_scale": {"decay": 0.5}, "simigrad": {
 
 
 def config(name: str) -> ConfigDict:
-    """7,680 examples, first in batches of 64, in quanta of 32."""
     rule = {"name": name, "lower": 32, "upper": 128, "interval": 3, "scaling": "sqrt"}
     return tiny.digits(
         accumulation_steps=4,

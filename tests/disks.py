@@ -1,4 +1,4 @@
-"""Small disks that can be filled or made read-only, and runs as their user starts them."""
+"""Small disks that can be filled or made read-only, and runs started as a user starts them."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from lamb_tpu.store import checksums
 from tests import tiny
 
 STEPS = 60
-# 4.6 MiB a checkpoint, of which a disk of 20 MiB takes four.
+# A checkpoint takes 4.6 MiB, so a disk of 20 MiB holds four checkpoints.
 ARGUMENTS = [
     "--config=configs/digits.py:optimizer=lamb,batch=32",
     "--config.model.hidden_sizes=(600,600)",
@@ -35,10 +35,10 @@ class End:
     """The end of a command.
 
     Attributes:
-      status: its exit status.
-      out: what it printed.
-      err: what it printed as errors.
-      seconds: how long it took.
+      status: exit status.
+      out: standard output.
+      err: standard error.
+      seconds: duration.
     """
 
     status: int
@@ -48,11 +48,10 @@ class End:
 
     @property
     def errors(self) -> list[str]:
-        """The sentences of its end."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     def check(self, status: int) -> "End":
-        """Asserts how it ended, and that it took no more than a few lines to say so."""
+        """Asserts how the command ended, and that its output is only a few lines."""
         assert self.status == status, (self.status, self.out, self.err)
         assert "Traceback" not in self.out + self.err, self.err
         assert len(self.err.splitlines()) <= 4, self.err
@@ -62,14 +61,14 @@ class End:
 
 
 class Run:
-    """A run of ARGUMENTS that is under way, of one process or of two.
+    """A run of ARGUMENTS in progress, with one or two processes.
 
     Args:
-      workdir: of the run.
+      workdir: workdir of the run.
       more: further arguments.
-      processes: how many.
-      limits: names of the module resource and their values.
-      module: the command.
+      processes: number of processes.
+      limits: pairs of a limit, such as `resource.RLIMIT_NOFILE`, and its value.
+      module: module of the command.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Run:
             resource.prlimit(self.popen.pid, name, (value, value))
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for something to be so, while the run is under way."""
         deadline = time.monotonic() + 120
         while not is_so():
             assert self.popen.poll() is None, self.popen.communicate()
@@ -99,7 +97,6 @@ class Run:
             time.sleep(0.002)
 
     def end(self) -> End:
-        """Waits for the end."""
         try:
             out, err = self.popen.communicate(timeout=150)
         finally:
@@ -108,21 +105,20 @@ class Run:
 
 
 def run(workdir: pathlib.Path, *more: str, **options: object) -> End:
-    """A `Run` to its end."""
     return Run(workdir, *more, **options).end()
 
 
 def checkpoints(workdir: pathlib.Path) -> set[int]:
-    """Updates of the checkpoints that are finished; each must be whole."""
-    found = {path for path in workdir.glob("checkpoints/*") if path.name.isdecimal()}
-    for path in found:
+    """Returns the updates of the finished checkpoints; asserts that none of them is damaged."""
+    actual = {path for path in workdir.glob("checkpoints/*") if path.name.isdecimal()}
+    for path in actual:
         assert checksums.find_damage(path) is None, path
-    return {int(path.name) for path in found}
+    return {int(path.name) for path in actual}
 
 
-def told_as_safe(end: End) -> int:
-    """The update that the sentence calls safe."""
-    return int(re.search(r"that of update (\d+) is safe", end.errors[0])[1])
+def reported_safe(end: End) -> int:
+    """Returns the update of the checkpoint that the error message calls safe."""
+    return int(re.search(r"checkpoint of update (\d+) is safe", end.errors[0])[1])
 
 
 def _mount(*arguments: str) -> None:
@@ -133,18 +129,16 @@ def _mount(*arguments: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """A file system in memory, of its own."""
-
     path: pathlib.Path
 
     def remount(self, options: str) -> None:
-        """Changes it, for example to 'size=100m' or 'ro'; processes have files open there."""
+        """Changes the mount options, for example to 'size=100m' or 'ro', while processes have open files."""
         subprocess.run(
             ["mount", "-o", f"remount,{options}", str(self.path)], check=True, capture_output=True
         )
 
     def fill(self, leaving: int = 0) -> pathlib.Path:
-        """A file that takes what is free but for some bytes."""
+        """Fills the disk with a file, except for `leaving` bytes."""
         path = self.path / "filling"
         free = os.statvfs(self.path)
         with path.open("wb") as file, contextlib.suppress(OSError):
@@ -154,7 +148,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(path: pathlib.Path, options: str = "size=20m") -> Iterator[Disk]:
-    """Mounts a file system at `path`, which is made; skips the test where one may not."""
+    """Mounts a small file system at `path`, a new folder; skips the test if mounting is not allowed."""
     if sys.platform != "linux" or os.getuid():
         pytest.skip("only root may mount file systems, on Linux")
     path.mkdir(parents=True, exist_ok=True)

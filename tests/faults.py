@@ -1,7 +1,6 @@
-"""Ends runs of two processes by signals at random moments, and looks at what is left.
+"""Ends runs of two processes by signals at random moments, and examines what remains.
 
-A run is started as its user starts it, with lamb_tpu.launch, and the signals go to one of its
-processes or to all of them.
+lamb_tpu.launch starts the run, as for a user, and the signals go to one or all of its processes.
 """
 
 import dataclasses
@@ -34,9 +33,9 @@ ARGUMENTS = [
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """A signal: SIGTERM or SIGKILL, to process 0, to process 1 or to 'all', and when, in seconds.
+    """SIGTERM or SIGKILL, sent to process 0, process 1 or 'all', `delay` seconds after the start.
 
-    To all, SIGTERM goes to the launcher, as it comes from a scheduler, and SIGKILL to each process.
+    With 'all', SIGTERM goes to the launcher, as from a scheduler, and SIGKILL to each process.
     """
 
     number: signal.Signals
@@ -49,13 +48,14 @@ class Start:
     """One start of the run and its end.
 
     Attributes:
-      status: the launcher's exit status.
-      printed: by launcher and process 0.
-      moment: what the run was doing when the signal came; '' where it was complete before.
-      finished: the checkpoints that were finished then.
-      last: update of the last record of this start then; 0 if there was none.
-      resumed_from: update at which it began, as text; '-' where it did not get as far.
-      seconds: from when both processes were there to their end.
+      status: exit status of the launcher.
+      printed: output of the launcher and process 0.
+      moment: activity of the run when the signal came; '' if the run had already ended.
+      finished: updates of the checkpoints that were finished when the signal came.
+      last: update of the last record when the signal came; 0 if this start had not yet set up its run.
+      resumed_from: update from which this start resumed, as text; '0' if it began from scratch; '-'
+        if it ended before that.
+      seconds: time from the start of both processes to their end.
     """
 
     status: int
@@ -68,7 +68,6 @@ class Start:
 
 
 def run(workdir: pathlib.Path, kill: Kill | None = None) -> Start:
-    """Starts the run, or starts it again, and sends it the signal."""
     starts = _lines(workdir / "run.jsonl")
     launcher = tiny.start(
         "lamb_tpu.launch", "local", "--processes=2", "--", *ARGUMENTS, f"--workdir={workdir}"
@@ -92,19 +91,26 @@ def run(workdir: pathlib.Path, kill: Kill | None = None) -> Start:
                         for process in processes.values():
                             os.kill(process, kill.number)
                 except ProcessLookupError:
-                    moment = ""  # it has ended by itself in the meantime, so nothing was killed
+                    moment = ""  # the run has ended in the meantime, so nothing was killed
         out, err = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
     seconds = time.monotonic() - began
     resumed_from = "0" if _lines(workdir / "run.jsonl") > starts else "-"
-    if found := re.search(r"resumed from the checkpoint of update (\d+)", out):
-        resumed_from = found[1]
-    return Start(launcher.returncode, out + err, moment, finished, last, resumed_from, seconds)
+    if actual := re.search(r"resumed from the checkpoint of update (\d+)", out):
+        resumed_from = actual[1]
+    return Start(
+        status=launcher.returncode,
+        printed=out + err,
+        moment=moment,
+        finished=finished,
+        last=last,
+        resumed_from=resumed_from,
+        seconds=seconds,
+    )
 
 
 def checkpoints(workdir: pathlib.Path) -> set[int]:
-    """Updates of the checkpoints that are finished and whole."""
     return {
         int(path.name)
         for path in workdir.glob("checkpoints/*")
@@ -113,9 +119,9 @@ def checkpoints(workdir: pathlib.Path) -> set[int]:
 
 
 def lost(workdir: pathlib.Path, finished: set[int]) -> set[int]:
-    """Checkpoints that are no longer there although by the rule of `keep` they should be.
+    """Returns the checkpoints that are missing although the run should have kept them.
 
-    Of those beyond the newest, the best one is left out: another may have taken its place.
+    Ignores the best checkpoint, because a better checkpoint may have replaced it.
     """
     there = checkpoints(workdir)
     return {
@@ -126,29 +132,29 @@ def lost(workdir: pathlib.Path, finished: set[int]) -> set[int]:
 
 
 def _processes(launcher: subprocess.Popen) -> dict[int, int]:
-    """The number of each of the two processes that the launcher has started, by its id."""
+    """Returns the process ids of the launcher's two processes, by process index."""
     path = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     deadline = time.monotonic() + 30
     while True:
         assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
-        found = {}
+        actual = {}
         for child in path.read_text().split():
             environment = pathlib.Path(f"/proc/{child}/environ").read_text()
-            # What is not yet the program itself has the launcher's environment.
+            # Before exec, a process still has the launcher's environment.
             if id_there := re.search(r"\0JAX_PROCESS_ID=(\d)\0", environment):
-                found[int(id_there[1])] = int(child)
-        if len(found) == 2:
-            return found
+                actual[int(id_there[1])] = int(child)
+        if len(actual) == 2:
+            return actual
         time.sleep(0.01)
 
 
 def _moment(workdir: pathlib.Path, starts: int) -> tuple[str, int]:
-    """Returns the run's activity by its files, and the update of this start's last record."""
+    """Returns the run's activity according to its files, and the update of its last record."""
     metrics = workdir / "metrics.jsonl"
     records = read_records(metrics) if metrics.exists() else []
     last = records[-1]["step"] if records else 0
     if _lines(workdir / "run.jsonl") == starts:
-        return "start", 0  # records that are there are of a start that was killed before
+        return "start", 0  # existing records are from an earlier start, which was killed
     if last <= json.loads((workdir / "run.jsonl").read_text().splitlines()[-1])["from_step"]:
         return "first update", last
     what = ""

@@ -1,8 +1,8 @@
-"""A small Google Cloud Storage for tests: its JSON API over HTTP, with objects in memory.
+"""A small imitation of Google Cloud Storage for tests: the JSON API over HTTP, with objects in memory.
 
-Objects are written whole or not at all, cannot be appended to or renamed, and every write gives a
-new generation, which a request may demand (`ifGenerationMatch`). gcsfs, google-cloud-storage and
-TensorStore speak to it as they speak to Google's.
+Objects are written atomically and cannot be appended to or renamed. Every write creates a new
+generation, which a request may require (`ifGenerationMatch`). gcsfs, google-cloud-storage and
+TensorStore use this server like Google's.
 """
 
 import base64
@@ -27,37 +27,35 @@ BUCKET = "bucket"
 
 @dataclasses.dataclass(frozen=True)
 class Blob:
-    """An object: its bytes, its generation and when it was written."""
-
     data: bytes
     generation: int
     updated: str
 
 
-class Refused(Exception):
-    """An answer other than 200: its status and reason."""
+class Rejected(Exception):
+    """A response with a status other than 200, and its reason."""
 
 
 class Store:
-    """Objects of one bucket, by their names.
+    """The objects of a bucket by name.
 
     Attributes:
       blobs: the objects.
-      history: what was written, in order, as names and bytes; None for what was removed.
-      refuse: asked with method and object name before each request; returns a status to refuse it
-        with, or 0.
+      history: pairs of the name and bytes of each write, in order; the bytes of a removal are None.
+      reject: called with the method and object name of each request; returns the status with which
+        to reject the request, or 0.
     """
 
     def __init__(self) -> None:
         self.blobs: dict[str, Blob] = {}
         self.history: list[tuple[str, bytes | None]] = []
-        self.refuse: Callable[[str, str], int] = lambda method, name: 0
+        self.reject: Callable[[str, str], int] = lambda method, name: 0
         self.uploads: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self._lock = threading.Lock()
         self._generation = time.time_ns() // 1000
 
     def write(self, name: str, data: bytes, query: dict[str, str] | None = None) -> dict[str, Any]:
-        """Writes an object whole, if its generation is as the query demands."""
+        """Writes an object if its generation matches the query."""
         with self._lock:
             self._check(name, query or {})
             self._generation += 1
@@ -67,10 +65,9 @@ class Store:
             return self.describe(name)
 
     def delete(self, name: str, query: dict[str, str]) -> None:
-        """Removes an object."""
         with self._lock:
             if name not in self.blobs:
-                raise Refused(404, f"No such object: {BUCKET}/{name}")
+                raise Rejected(404, f"No such object: {BUCKET}/{name}")
             self._check(name, query)
             del self.blobs[name]
             self.history.append((name, None))
@@ -78,13 +75,12 @@ class Store:
     def _check(self, name: str, query: dict[str, str]) -> None:
         wanted, there = query.get("ifGenerationMatch"), self.blobs.get(name)
         if wanted is not None and int(wanted) != (there.generation if there else 0):
-            raise Refused(412, "At least one of the pre-conditions you specified did not hold.")
+            raise Rejected(412, "At least one of the pre-conditions you specified did not hold.")
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Returns an object's metadata."""
         blob = self.blobs.get(name)
         if blob is None:
-            raise Refused(404, f"No such object: {BUCKET}/{name}")
+            raise Rejected(404, f"No such object: {BUCKET}/{name}")
         md5 = hashlib.md5(blob.data).digest()
         return {
             "kind": "storage#object",
@@ -102,7 +98,7 @@ class Store:
         }
 
     def listing(self, query: dict[str, str]) -> dict[str, Any]:
-        """Returns a page of the objects below a prefix, and of the folders that names pretend."""
+        """Returns a page of the objects and pseudo-folders below a prefix."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         with self._lock:
             entries: dict[str, dict[str, Any] | None] = {}
@@ -119,27 +115,25 @@ class Store:
         names = [name for name in sorted(entries) if name >= begin and (not end or name < end)]
         size = int(query.get("maxResults", 1000))
         page = names[:size]
-        found: dict[str, Any] = {
+        actual: dict[str, Any] = {
             "kind": "storage#objects",
             "items": [entries[name] for name in page if entries[name] is not None],
             "prefixes": [name for name in page if entries[name] is None],
         }
         if len(names) > size:
-            found["nextPageToken"] = names[size]
-        return found
+            actual["nextPageToken"] = names[size]
+        return actual
 
     def date(self, name: str, when: datetime.datetime) -> None:
-        """Makes an object as old as if it had been written then."""
         updated = when.strftime("%Y-%m-%dT%H:%M:%S.000Z")
         self.blobs[name] = dataclasses.replace(self.blobs[name], updated=updated)
 
     def clear(self) -> None:
-        """Makes the store as new."""
         self.blobs, self.history = {}, []
-        self.refuse = lambda method, name: 0
+        self.reject = lambda method, name: 0
 
     def replay(self, history: Sequence[tuple[str, bytes | None]]) -> None:
-        """Clears the store and repeats a part of a history, as a killed process leaves it."""
+        """Clears the store and replays a part of a history, as a killed process would have left it."""
         self.clear()
         for name, data in history:
             if data is None:
@@ -148,11 +142,10 @@ class Store:
                 self.write(name, data)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Returns the names of the objects below a prefix, without it."""
+        """Returns the names of the objects below a prefix, without the prefix."""
         return sorted(n.removeprefix(prefix) for n in list(self.blobs) if n.startswith(prefix))
 
     def text(self, name: str) -> str:
-        """Returns an object as text."""
         return self.blobs[name].data.decode()
 
 
@@ -169,15 +162,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         query = dict(urllib.parse.parse_qsl(url.query))
         try:
             status, headers, data = self._route(url.path, query, body)
-        except Refused as refused:
-            status, reason = refused.args
+        except Rejected as rejected:
+            status, reason = rejected.args
             headers, text = {}, {"error": {"code": status, "message": reason}}
             data = json.dumps(text).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        # A client may be killed while it waits.
+        # The client may be killed while it waits.
         with contextlib.suppress(ConnectionError):
             self.wfile.write(data)
 
@@ -186,29 +179,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
+        chunks = []
         while size := int(self.rfile.readline().strip() or b"0", 16):
-            parts.append(self.rfile.read(size))
+            chunks.append(self.rfile.read(size))
             self.rfile.readline()
         self.rfile.readline()
-        return b"".join(parts)
+        return b"".join(chunks)
 
     def _route(
         self, path: str, query: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         store = self.server.store
-        found = re.fullmatch(
+        actual = re.fullmatch(
             r"(/upload|/download)?/storage/v1/b(?:/([^/]+)(?:/o(?:/(.*))?)?)?", path
         )
-        if found is None or found[2] is None:  # such as the creation of a bucket
-            raise Refused(403, f"{self.command} {path} is not allowed")
-        kind, bucket = found[1], found[2]
-        name = urllib.parse.unquote(found[3] or "")
+        if actual is None or actual[2] is None:  # for example the creation of a bucket
+            raise Rejected(403, f"{self.command} {path} is not allowed")
+        kind, bucket = actual[1], actual[2]
+        name = urllib.parse.unquote(actual[3] or "")
         named = name or query.get("name", "")
-        if status := store.refuse(self.command, named):
-            raise Refused(status, f"{named} is refused")
+        if status := store.reject(self.command, named):
+            raise Rejected(status, f"{named} is refused")
         if bucket != BUCKET:
-            raise Refused(404, "The specified bucket does not exist.")
+            raise Rejected(404, "The specified bucket does not exist.")
         if kind == "/upload":
             return self._upload(query, body)
         if not path.rstrip("/").endswith("/o") and not name:
@@ -216,7 +209,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not name:
             return self._json(store.listing(query))
         if "/" in path and re.search(r"/(moveTo|rewriteTo|copyTo|compose)(/|$)", path):
-            raise Refused(501, "Nothing here needs copies.")
+            raise Rejected(501, "This server does not implement copy, move or compose.")
         if self.command == "DELETE":
             store.delete(name, query)
             return 204, {}, b""
@@ -243,7 +236,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             begin = int(wanted[1])
             end = min(int(wanted[2]) + 1, len(data)) if wanted[2] else len(data)
         if begin >= len(data):
-            raise Refused(416, "The requested range is not satisfiable.")
+            raise Rejected(416, "The requested range is not satisfiable.")
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         return 206, headers, data[begin:end]
 
@@ -264,14 +257,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             part = body.split(separator)[2]
             data = re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1]
             data = re.sub(rb"\r?\n$", b"", data) if not data.endswith(b"\r\n") else data[:-2]
-            if status := store.refuse(self.command, name):
-                raise Refused(status, f"{name} is refused")
+            if status := store.reject(self.command, name):
+                raise Rejected(status, f"{name} is refused")
             return self._json(store.write(name, data, query))
         name = name or json.loads(body)["name"]
         upload = f"{len(store.uploads)}"
         store.uploads[upload] = (str(name), query, bytearray())
-        place = f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={upload}"
-        return 200, {"Location": place}, b""
+        location = (
+            f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={upload}"
+        )
+        return 200, {"Location": location}, b""
 
     def _part(self, upload: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
         store = self.server.store
@@ -291,14 +286,14 @@ class _Server(http.server.ThreadingHTTPServer):
     store: Store
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing of clients that were killed, but what is wrong here."""
+        """Prints only errors of the server, not those of killed clients."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
 def serve() -> Iterator[tuple[Store, dict[str, str]]]:
-    """Yields an empty store with one bucket, and the environment in which programs find it."""
+    """Yields an empty store with one bucket, and the environment variables that select it."""
     server = _Server(("127.0.0.1", 0), _Handler)
     server.store = Store()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -308,9 +303,9 @@ def serve() -> Iterator[tuple[Store, dict[str, str]]]:
         yield (
             server.store,
             {
-                "STORAGE_EMULATOR_HOST": url,  # of google-cloud-storage and gcsfs
+                "STORAGE_EMULATOR_HOST": url,  # for google-cloud-storage and gcsfs
                 "TENSORSTORE_GCS_HTTP_URL": url,
-                # Nobody is asked for credentials.
+                # Do not ask for credentials.
                 "FSSPEC_GCS_TOKEN": "anon",
                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
             },

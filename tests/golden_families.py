@@ -1,7 +1,7 @@
-"""`FAMILIES`: for each family of golden trajectories the function that repeats its entries.
+"""`FAMILIES`: for each family of golden trajectories, the function that recomputes its entries.
 
-`repeat(entry, recorded, inputs)` returns our values under the recorded keys. It reads every setting
-from the entry, so that an entry that is not in the index today is repeated by the same function.
+`repeat(entry, recorded, inputs)` returns our values under the recorded keys. It reads all settings
+from the entry, so that the same function also works for new entries of the family.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,16 +29,16 @@ UPDATES = 20
 def trajectory(
     tx: optax.GradientTransformation, inputs: Arrays, dtype: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns every parameter before the first update and after each, and where it is evaluated.
+    """Returns every parameter before the first and after each update, as trained and as evaluated.
 
     Args:
       tx: the optimizer.
-      inputs: arrays `param/<name>` and `wgrad/<name>`, of which the first worker's are taken.
+      inputs: arrays `param/<name>` and `wgrad/<name>`; only the first worker's gradients are used.
       dtype: 'float32' or 'float64'.
 
     Returns:
-      {name: (updates + 1, *shape)}, twice. The second differs from the first where the optimizer
-      is evaluated at another point than it trains at.
+      Two dictionaries from names to arrays (updates + 1, *shape). They differ if the optimizer
+      evaluates the network with other parameters than it trains, such as averages.
     """
     with jax.enable_x64(dtype == "float64"):
         params = initial(inputs, dtype)
@@ -60,7 +60,6 @@ def trajectory(
 
 
 def initial(inputs: Arrays, dtype: str = "float32") -> dict[str, jax.Array]:
-    """Returns the initial values of the recorded runs."""
     return {
         key.removeprefix("param/"): jnp.asarray(value, dtype)
         for key, value in inputs.items()
@@ -79,12 +78,13 @@ def _of(
     """Returns the function that repeats a family of optimizers.
 
     Args:
-      transform: from an entry and the parameters to the optimizer; None for what is not repeated.
-      reason: why an entry is not.
+      transform: function from an entry and the parameters to the optimizer; None for an entry that is
+        not repeated.
+      reason: why an entry is not repeated.
     """
 
     def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-        found = {}
+        actual = {}
         for dtype, prefixes in {"float32": ("p32/", "eval32/"), "float64": ("p64/",)}.items():
             if not any(key.startswith(prefixes) for key in recorded):
                 continue
@@ -98,14 +98,14 @@ def _of(
             for key in recorded:
                 if key.startswith(prefixes):
                     rows = recorded["f64_steps"] if dtype == "float64" else slice(None)
-                    found[key] = values[key][rows]
-        return found
+                    actual[key] = values[key][rows]
+        return actual
 
     return repeat
 
 
 def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats an entry that records learning rates; in float64, as most of them were computed."""
+    """Repeats an entry that records learning rates, in float64 like most of the sources."""
     with jax.enable_x64(True):
         return {
             curve.name: np.asarray(jax.jit(jax.vmap(curve.schedule))(jnp.asarray(curve.steps)))
@@ -113,7 +113,7 @@ def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.n
         }
 
 
-# Of the family legw_lstm, by implementation.
+# Functions that repeat the entries of the family legw_lstm, by implementation.
 _LSTM: dict[str, Repeat] = {
     **golden_gnmt.REPEATS,
     **golden_lstm.REPEATS,
@@ -121,7 +121,7 @@ _LSTM: dict[str, Repeat] = {
 }
 
 
-# The settings that each of them reads, or that the arrays show.
+# The settings that each implementation reads, or that follow from the recorded arrays.
 _LSTM_SETTINGS: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("rows", "classes", "smoothing", "padding_index", "reduction"),
     "mlperf_gnmt": (
@@ -160,7 +160,7 @@ _SPECIAL = {"PAD": 0, "UNK": 1, "BOS": 2, "EOS": 3}
 
 
 def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None:
-    """Raises ValueError if settings that the arrays show differ from the arrays."""
+    """Raises ValueError if settings contradict the shapes of the arrays."""
     shown: list[tuple[Any, Any]] = []
     for key, known in {"reduction": ("sum", "mean"), "loss": ("sum_over_time", "mean")}.items():
         if hyper.get(key, known[0]) not in known:
@@ -180,13 +180,13 @@ def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None
         for search in hyper["searches"]:
             unread = {key: value for key, value in search.items() if key not in _SEARCH}
             Settings(unread).check_empty("a search")
-    for found, expected in shown:
-        if found != expected:
-            raise ValueError(f"{name}: {expected} in the settings, {found} in the arrays")
+    for actual, expected in shown:
+        if actual != expected:
+            raise ValueError(f"{name}: {expected} in the settings, {actual} in the arrays")
 
 
 def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats an entry of the recurrent networks, by its implementation."""
+    """Repeats an entry of a recurrent network with the function for its implementation."""
     name = entry["implementation"]
     if name not in _LSTM:
         raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(_LSTM)}")

@@ -1,8 +1,8 @@
-"""Runs of several processes that are started differently: `python -m tests.hosts FILE`.
+"""Runs with differently started processes: `python -m tests.hosts FILE`.
 
-FILE has a list of runs, each a list of {argv, env, cwd, fresh}, one for each process. Every process
-is a fork of this one, which has imported what they need; a fresh one is a new interpreter, for
-another PYTHONPATH. FILE receives {status, stdout, stderr} of each.
+FILE contains a list of runs. A run is a list of {argv, env, cwd, fresh}, one for each process. With
+`fresh`, the process is a new interpreter, which may have another PYTHONPATH; without it, the process
+is a fork of this process. FILE receives {status, stdout, stderr} of each process.
 """
 
 import json
@@ -15,11 +15,11 @@ import tempfile
 import time
 from typing import Any
 
-SECONDS = 300.0  # for a run; then its processes are killed
+SECONDS = 300.0  # limit for a run, after which its processes are killed
 
 
 def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
-    """Becomes a process of a run; returns whether its program is still to be run."""
+    """Becomes a process of a run; returns whether its program must still be run."""
     os.environ |= {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(count),
@@ -35,8 +35,7 @@ def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
 
 
 def main(path: pathlib.Path) -> bool:
-    """Runs the runs, one after the other; returns True in each fork."""
-    found = []
+    actual = []
     for run in json.loads(path.read_text()):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -65,19 +64,17 @@ def main(path: pathlib.Path) -> bool:
             for file in pair:
                 file.seek(0)
             outputs.append([file.read().decode(errors="replace") for file in pair])
-        found.append(
+        actual.append(
             [
                 {"status": statuses[child], "stdout": out, "stderr": err}
                 for child, (out, err) in zip(children, outputs, strict=True)
             ]
         )
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(actual))
     return False
 
 
 if __name__ == "__main__":
-    # What the commands import, but none of them.
-
     if main(pathlib.Path(sys.argv[1])):
         module = sys.argv[0]
         sys.argv[0] = f"{module.replace('.', '/')}.py"

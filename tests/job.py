@@ -14,7 +14,6 @@ from lamb_tpu.errors import Interrupted, Preempted, UserError
 
 
 def evaluate() -> None:
-    """Metrics of a checkpoint on sets of several sizes, in batches of several sizes."""
     import jax
 
     from lamb_tpu.run.build import prepare
@@ -22,7 +21,7 @@ def evaluate() -> None:
     from lamb_tpu.store.checkpoint import Checkpoints
     from tests.run.test_evaluator import config, listing
 
-    found = []
+    actual = []
     for examples, batch_size in (
         (997, 7),
         (997, 96),
@@ -33,16 +32,16 @@ def evaluate() -> None:
         (1, 1),
     ):
         run = listing(prepare(config(eval__batch_size=batch_size), sys.argv[3]), examples)
-        if not found:
+        if not actual:
             with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
                 state, _ = checkpoints.restore(12, run.abstract_state)
         metrics = make_evaluator(run)(state)
-        found.append((examples, batch_size, {name: float(x) for name, x in metrics.items()}))
-    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
+        actual.append((examples, batch_size, {name: float(x) for name, x in metrics.items()}))
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(actual))
 
 
 def desync() -> None:
-    """Parameters that are equal, of which one device's and of which one process' are not."""
+    """Checks equal parameters, then parameters that differ on one device, and then in one process."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -51,13 +50,13 @@ def desync() -> None:
     from lamb_tpu.watch.desync import make_desync_check
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def copies(value: np.ndarray, others: set[jax.Device]) -> jax.Array:
-        parts = [
+        arrays = [
             jax.device_put(value + (device in others), device) for device in jax.local_devices()
         ]
-        return jax.make_array_from_single_device_arrays(value.shape, whole, parts)
+        return jax.make_array_from_single_device_arrays(value.shape, replicated, arrays)
 
     def params(kernel: set[jax.Device], bias: set[jax.Device]) -> dict:
         values = {"kernel": np.ones((4, 3), np.float32), "bias": np.zeros(3, np.float32)}
@@ -79,7 +78,7 @@ def desync() -> None:
 def preempt(
     send: Callable[[Preemption], None] = lambda _: _signal(signal.SIGTERM), polls_of_a_run: int = 20
 ) -> None:
-    """Polls until a signal to process 1 ends both, through several runs and at different speeds."""
+    """Polls in successive runs, more slowly in process 1, until a signal to process 1 ends both processes."""
     import jax
 
     index, polls = jax.process_index(), 0
@@ -102,12 +101,11 @@ def preempt(
 
 
 def interrupt() -> None:
-    """`preempt` by Ctrl-C."""
     preempt(lambda _: _signal(signal.SIGINT))
 
 
 def fail() -> None:
-    """`preempt` by a failure of process 1, which process 0 tells, in one run."""
+    """Like `preempt`, but in one run, and process 1 fails; process 0 reports the failure."""
     preempt(lambda preemption: preemption.fail(UserError("its disk is full")), 10_000)
 
 
@@ -116,7 +114,7 @@ def _signal(number: int) -> None:
 
 
 def saves() -> None:
-    """60 saves; descriptors and threads after the 10th and after the last."""
+    """Saves 60 times; counts file descriptors and threads after the 10th save and after the last."""
     import threading
 
     import jax
@@ -125,16 +123,16 @@ def saves() -> None:
     from lamb_tpu.parallel import mesh as mesh_lib
     from lamb_tpu.store.checkpoint import Checkpoints
 
-    whole = mesh_lib.replicated(mesh_lib.make_mesh({"data": -1}))
-    found = []
+    replicated = mesh_lib.replicated(mesh_lib.make_mesh({"data": -1}))
+    actual = []
     with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
         for step in range(1, 61):
-            weights = jax.jit(lambda x: jnp.full((4, 4), x), out_shardings=whole)(float(step))
+            weights = jax.jit(lambda x: jnp.full((4, 4), x), out_shardings=replicated)(float(step))
             checkpoints.save(step, {"weights": weights}, {})
             if step in (10, 60):
                 checkpoints.wait()
-                found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
+                actual.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs whose exchange keeps what it has not sent, by name of the method; see `tests.killing`."""
+"""Configs of runs whose exchange has a residual, by the method's name; `tests.killing` runs them."""
 
 from typing import Any
 
@@ -9,18 +9,17 @@ from tests import tiny
 UPDATES = 40
 ONEBIT_LAMB = {"name": "onebit_lamb", "learning_rate": 0.02, "freeze_step": 15}
 SGD = {"name": "sgd", "learning_rate": 0.3}
-# An optimizer and an exchange; all but PowerSGD have stages.
+# The optimizer and the exchange of each method. All methods but PowerSGD have stages.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "onebit_lamb": (ONEBIT_LAMB, {"name": "onebit"}),
     "dgc": (SGD, {"name": "dgc", "ratio": 0.05, "warmup_steps": 20, "warmup_stages": 2}),
     "powersgd": (SGD, {"name": "powersgd", "rank": 4}),
 }
-# Completed updates at which the first one of another program follows.
+# Completed updates after which the compiled program changes.
 CHANGES = {"onebit_lamb": [15], "dgc": [10, 20], "powersgd": []}
 
 
 def config(name: str) -> ConfigDict:
-    """40 updates on eight devices."""
     optimizer, exchange = METHODS[name]
     return tiny.digits(
         parallel__backend="shard_map",

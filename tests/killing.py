@@ -1,7 +1,7 @@
 """A run that kills itself: `python -m tests.killing MODULE NAME FOLDER [UPDATE SECONDS]`.
 
-It trains `MODULE.config(NAME)`. With UPDATE and SECONDS, SIGKILL comes so long after the first
-update that follows at least UPDATE completed ones has begun.
+Trains `MODULE.config(NAME)`. If UPDATE and SECONDS are given, the run sends itself SIGKILL SECONDS
+after it has started the first update that follows at least UPDATE completed updates.
 """
 
 import importlib
@@ -13,16 +13,14 @@ import threading
 import time
 from typing import Any
 
-from lamb_tpu import data
-from lamb_tpu import train as train_lib
+from lamb_tpu import data, training
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.updating import Updating, make_updating
+from lamb_tpu.train import train
 
 
 def killing(update: int, seconds: float) -> None:
-    """Has the run killed; see the module."""
-
     def kill() -> None:
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +37,7 @@ def killing(update: int, seconds: float) -> None:
 
         return Updating(updated, each.sent_bytes)
 
-    train_lib.make_updating = make
+    training.make_updating = make
 
 
 if __name__ == "__main__":
@@ -47,4 +45,4 @@ if __name__ == "__main__":
     if moment:
         killing(int(moment[0]), float(moment[1]))
     config = importlib.import_module(module).config(name)
-    train_lib.train(config, pathlib.Path(folder), quiet=True)
+    train(config, pathlib.Path(folder), quiet=True)

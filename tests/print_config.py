@@ -1,13 +1,13 @@
-"""The command line of a config alone, for tests of pages: checks it and shows it, and ends.
+"""Checks and prints the config of a command line, for tests of pages.
 
-Of the package's commands it imports only what --config needs, so that many lines can be checked.
+Imports only what --config needs, so that many command lines can be checked.
 """
 
 from lamb_tpu import cli
 
 
 def _unused() -> None:
-    raise AssertionError("needs --print_config")
+    raise AssertionError("needs --print-config")
 
 
 if __name__ == "__main__":

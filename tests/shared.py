@@ -1,4 +1,4 @@
-"""Finds the real data sets and golden trajectories that are kept beside the checkout."""
+"""Finds the real data sets and golden trajectories beside the checkout."""
 
 import os
 import pathlib
@@ -23,14 +23,14 @@ def shared(*parts: str) -> pathlib.Path:
 
 
 def missing(name: str) -> NoReturn:
-    """Skips the calling test, which needs `name` of the shared folder.
+    """Skips the calling test, which needs `name` from the shared folder.
 
-    Where the folder must be complete, `LAMB_TPU_REQUIRE_SHARED` is set, and the test fails instead:
-    see .ci/run.
+    If `LAMB_TPU_REQUIRE_SHARED` is set, the folder must be complete and the test fails instead; see
+    .ci/run.
     """
     reason = (
-        f"needs {name} of the folder of data sets and golden trajectories that is "
-        "kept beside the checkout; set LAMB_TPU_SHARED to its path"
+        f"needs {name} from the folder of data sets and golden trajectories, which is "
+        "expected beside the checkout; set LAMB_TPU_SHARED to the folder's path"
     )
     if os.environ.get("LAMB_TPU_REQUIRE_SHARED"):
         pytest.fail(reason)

@@ -1,4 +1,4 @@
-"""Runs in a bucket: as on a disk, also when they are killed, and read by every command."""
+"""Runs in a bucket equal runs on a disk, even if they are killed, and every command reads them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from lamb_tpu.store import checksums
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
-from tests import gcs, tiny
+from tests import gcs, test_kill, tiny
 from tests.test_resume import close
 
 RUN = "gs://bucket/runs/digits"
@@ -34,13 +34,7 @@ def records(workdir: str | pathlib.Path) -> list[dict]:
 
 
 def check(bucket: gcs.Store, trained: pathlib.Path) -> None:
-    """The run in the bucket is that on the disk, bit for bit."""
-    config = tiny.digits()
-    (found, position), (expected, wanted) = (
-        tiny.restored(config, workdir) for workdir in (RUN, trained)
-    )
-    tiny.assert_equal(found, expected)
-    assert position["loader"] == wanted["loader"]
+    tiny.same_state(tiny.digits(), RUN, trained)
     assert records(RUN) == records(trained)
     assert (trained / "parameters.txt").read_text() == bucket.text("runs/digits/parameters.txt")
     checkpoints = buckets.parse(f"{RUN}/checkpoints", "")
@@ -52,7 +46,7 @@ def check(bucket: gcs.Store, trained: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def history(_bucket_server: gcs.Store) -> History:
-    """The files of a run, every line of its records at once; without its lock."""
+    """Returns the writes of a run, except those of its lock; each record is written at once."""
     _bucket_server.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(uploads, "_SECONDS", 0)
@@ -62,7 +56,7 @@ def history(_bucket_server: gcs.Store) -> History:
 
 
 def when(history: History, name: str) -> int:
-    """Number of writes after which an object's first one follows."""
+    """Returns the number of writes before the first write of an object."""
     return next(n for n, (written, _) in enumerate(history) if written.endswith(name))
 
 
@@ -71,7 +65,7 @@ def test_run_is_the_one_on_a_disk(
 ) -> None:
     bucket.replay(history)
     check(bucket, trained)
-    # Again, the complete run is only evaluated.
+    # Start again: the complete run is only evaluated.
     before = dict(bucket.blobs)
     train(tiny.digits(), RUN, quiet=True)
     assert {name: blob.data for name, blob in bucket.blobs.items()} == {
@@ -79,7 +73,7 @@ def test_run_is_the_one_on_a_disk(
     }
 
 
-# Moments at which the run is killed: what it had written by then is all that is left.
+# Moments at which the run is killed: only the writes so far remain.
 MOMENTS = {
     "before the receipt": lambda history: when(history, "run.jsonl"),
     "before the first checkpoint": lambda history: when(history, "checkpoints/4/md5.json") - 3,
@@ -92,13 +86,7 @@ MOMENTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(name, marks=[] if name == "before a save is complete" else pytest.mark.long)
-        for name in MOMENTS
-    ],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_run_goes_on(
     bucket: gcs.Store,
     history: History,
@@ -114,7 +102,7 @@ def test_killed_run_goes_on(
 
 
 @pytest.mark.long
-def test_old_checkpoints_are_removed_and_damage_is_found(
+def test_old_checkpoints_are_removed_and_damage_is_detected(
     bucket: gcs.Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny.digits(
@@ -129,14 +117,14 @@ def test_old_checkpoints_are_removed_and_damage_is_found(
     assert there == {"8", "12"}
     assert len(bucket.names("runs/digits/tensorboard/events.out")) == 1
     assert '"run_stop"' in bucket.text("runs/digits/mlperf.log")
-    # The lines up to a checkpoint are there before it is complete.
+    # The lines up to a checkpoint are written before the checkpoint is complete.
     before = bucket.history[: when(bucket.history, "checkpoints/8/commit_success.txt")]
     assert b'"eval_stop"' in dict(before)["runs/digits/mlperf.log"]
-    # An object that was written again is another, whatever its length.
+    # A rewritten object is detected even if it has the same length.
     name = next(name for name in bucket.blobs if "checkpoints/12/state/d/" in name)
     bucket.write(name, bytes(len(bucket.blobs[name].data)))
     assert evaluate_checkpoint(None, RUN)["step"] == 8
-    assert f"{name.partition('/12/')[2]} is not as it was written" in tiny.unbroken(
+    assert f"{name.partition('/12/')[2]} has changed since it was written" in tiny.unbroken(
         capsys.readouterr().err
     )
 
@@ -170,7 +158,7 @@ def test_other_commands_read_it(
     assert first.name == "gs/bucket/runs/digits" and first.evaluations != []
     assert first.points("accuracy")[-1][1] == second.points("accuracy")[-1][1]
     assert read([RUN])[0].name == "digits"
-    # Its weights begin another run, also there.
+    # Another run in the bucket starts from the weights of this run.
     train(tiny.digits(init_from=RUN, duration="1 steps"), "gs://bucket/runs/next", quiet=True)
     assert json.loads(bucket.text("runs/next/init.json"))["init_from"] == RUN
     with pytest.raises(UserError, match="^--output gs://bucket/x is remote; give a path of"):
@@ -178,10 +166,12 @@ def test_other_commands_read_it(
 
 
 @pytest.mark.long
-def test_picture_of_the_layers(bucket: gcs.Store) -> None:
+def test_figure_of_the_layers(bucket: gcs.Store) -> None:
     train(tiny.digits(optimizer__collect=True, duration="4 steps"), RUN, quiet=True)
     done = tiny.command("lamb_tpu.plots", f"--workdir={RUN}")
-    assert (done.returncode, done.stdout.strip()) == (0, f"{RUN}/layers.png"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, f"{RUN}/curves.png\n{RUN}/layers.png"), (
+        done.stderr
+    )
     assert bucket.blobs["runs/digits/layers.png"].data.startswith(b"\x89PNG")
 
 
@@ -193,7 +183,7 @@ def test_phases(bucket: gcs.Store) -> None:
         {"phases": ConfigDict({"phase_1": {"batch_size": 32}, "phase_2": {"batch_size": 64}})},
     )
     train(config, RUN, quiet=True)
-    # Its last checkpoint was not saved to its end.
+    # Make the last checkpoint of phase 2 incomplete.
     bucket.delete("runs/digits/phase_2/checkpoints/4/commit_success.txt", {})
     written = len(bucket.history)
     train(config, RUN, quiet=True)
@@ -218,7 +208,7 @@ def test_a_language_model_there(
         predict("gs://bucket/bert", text)
 
 
-def test_mistakes(bucket: gcs.Store) -> None:
+def test_errors(bucket: gcs.Store) -> None:
     with pytest.raises(UserError, match="^--workdir gs://nowhere/x: there is no bucket nowhere"):
         train(tiny.digits(), "gs://nowhere/x", quiet=True)
     with pytest.raises(UserError, match="^RUN gs://nowhere/x: there is no bucket nowhere"):
@@ -227,23 +217,23 @@ def test_mistakes(bucket: gcs.Store) -> None:
         read(["gs://bucket/x"])
     with pytest.raises(UserError, match="^--workdir gs://bucket/x holds no run: config.json is mi"):
         evaluate_checkpoint(None, "gs://bucket/x")
-    bucket.refuse = lambda method, name: 403 * (method == "POST")
-    told = r"^--workdir gs://bucket/x cannot be written \(no permission: .*refused\); give a folder"
-    with pytest.raises(UserError, match=told):
+    bucket.reject = lambda method, name: 403 * (method == "POST")
+    printed = r"^--workdir gs://bucket/x cannot be written \(no permission: .*refused\); give another folder"
+    with pytest.raises(UserError, match=printed):
         train(tiny.digits(), "gs://bucket/x", quiet=True)
     assert not bucket.blobs
 
 
 @pytest.mark.long
 def test_bucket_that_is_lost_ends_the_run(bucket: gcs.Store, trained: pathlib.Path) -> None:
-    def refuse(method: str, name: str) -> int:
+    def reject(method: str, name: str) -> int:
         return 403 * (method == "POST" and "checkpoints/8/state" in name)
 
-    bucket.refuse = refuse
-    told = r"of update 8 cannot be saved in .* \(no permission.*\); that of update 4 is safe: see"
-    with pytest.raises(UserError, match=told):
+    bucket.reject = reject
+    printed = r"of update 8 cannot be saved in .* \(no permission.*\); see .* of update 4 is safe"
+    with pytest.raises(UserError, match=printed):
         train(tiny.digits(), RUN, quiet=True)
-    bucket.refuse = lambda method, name: 0
+    bucket.reject = lambda method, name: 0
     train(tiny.digits(), RUN, quiet=True)
     check(bucket, trained)
 
@@ -259,32 +249,24 @@ def test_run_that_has_lost_its_lock_ends(
             bucket.blobs.pop("runs/digits/.lock", None)
         return 0
 
-    bucket.refuse = take_away
+    bucket.reject = take_away
     with pytest.raises(UserError, match="^the lock .*/.lock was removed or taken over, so another"):
         train(tiny.digits(), RUN, quiet=True)
     assert "runs/digits/checkpoints/12/commit_success.txt" not in bucket.blobs
 
 
-ARGUMENTS = [
-    "--config=configs/digits.py:optimizer=lamb,batch=32",
-    "--config.duration=200 steps",
-    "--config.checkpoint.every=15 steps",
-    "--config.eval.every=50 steps",
-    "--config.log.every=5 steps",
-    "--config.log.tensorboard=false",
-]
+ARGUMENTS = [*test_kill.ARGUMENTS, "--config.duration=200 steps"]
 
 
 @pytest.mark.long
 def test_processes_that_are_killed(bucket: gcs.Store, tmp_path: pathlib.Path) -> None:
-    whole = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={tmp_path}")
-    assert whole.returncode == 0, whole.stderr
+    tiny.succeed("lamb_tpu.train", *ARGUMENTS, f"--workdir={tmp_path}")
     for step, number in ((30, signal.SIGKILL), (60, signal.SIGTERM), (120, signal.SIGKILL)):
         process = tiny.start("lamb_tpu.train", *ARGUMENTS, f"--workdir={RUN}")
         while f"runs/digits/checkpoints/{step}/commit_success.txt" not in bucket.blobs:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
-        if step == 30:  # while this one is there, no other may run
+        if step == 30:  # no other run may start while this one runs
             process.send_signal(signal.SIGSTOP)
             second = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={RUN}")
             assert second.returncode == 2 and "is in use by another run" in second.stderr
@@ -292,8 +274,7 @@ def test_processes_that_are_killed(bucket: gcs.Store, tmp_path: pathlib.Path) ->
         process.communicate(timeout=120)
         assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: os.EX_TEMPFAIL}[number]
         assert ("runs/digits/.lock" in bucket.blobs) == (number == signal.SIGKILL)
-    last = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={RUN}")
-    assert last.returncode == 0, last.stderr
+    tiny.succeed("lamb_tpu.train", *ARGUMENTS, f"--workdir={RUN}")
     assert records(RUN) == records(tmp_path)
     names = bucket.names("runs/digits/checkpoints/200/")
     shutil.rmtree(tmp_path / "checkpoints" / "200")
@@ -301,28 +282,15 @@ def test_processes_that_are_killed(bucket: gcs.Store, tmp_path: pathlib.Path) ->
         file = tmp_path / "checkpoints" / "200" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(bucket.blobs[f"runs/digits/checkpoints/200/{name}"].data)
-    found, expected = (evaluate_checkpoint(None, path) for path in (RUN, tmp_path))
-    assert found == expected
+    actual, expected = (evaluate_checkpoint(None, path) for path in (RUN, tmp_path))
+    assert actual == expected
 
 
 @pytest.mark.long
 def test_two_processes(bucket: gcs.Store, trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(
-        "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits()\n"
-    )
-    done = tiny.command(
-        "lamb_tpu.launch",
-        "local",
-        "--processes=2",
-        "--devices-per-process=4",
-        "--",
-        f"--config={recipe}",
-        f"--workdir={RUN}",
-    )
-    assert done.returncode == 0, done.stderr
+    tiny.launched(2, 4, tiny.recipe(tmp_path), f"--workdir={RUN}")
     assert not (tiny.ROOT / "gs:").exists()
     config = tiny.digits()
-    found, expected = (tiny.restored(config, workdir)[0] for workdir in (RUN, trained))
-    close(tiny.arrays(found), tiny.arrays(expected))
+    actual, expected = (tiny.restored(config, workdir)[0] for workdir in (RUN, trained))
+    close(tiny.arrays(actual), tiny.arrays(expected))
     assert [r["step"] for r in records(RUN)] == [r["step"] for r in records(trained)]

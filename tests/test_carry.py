@@ -1,8 +1,7 @@
-"""Runs whose state lives with the rows: on any devices, in microbatches, resumed, evaluated."""
+"""Runs with a recurrent state per row of a batch: on any devices, in microbatches, resumed, evaluated."""
 
 import functools
 import pathlib
-import shutil
 import signal
 import time
 from typing import Any
@@ -21,7 +20,6 @@ from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
-from tests.quick import OPTIONS, jit
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def by_example(state: Any) -> dict[str, np.ndarray]:
-    """Arrays of a state, with the rows of the carry in the order of their examples."""
-    found = tiny.arrays({"params": state.params, "step": state.step})
+    """Returns the arrays of a state, with the rows of the carry in the order of their examples."""
+    actual = tiny.arrays({"params": state.params, "step": state.step})
     carry = jax.device_get(state.parts["carry"])
-    return found | {"carry": carry["value"][np.argsort(carry["example"])]}
+    return actual | {"carry": carry["value"][np.argsort(carry["example"])]}
 
 
 def trained(config: ConfigDict, num_devices: int, steps: int = 12) -> tuple[Any, Run]:
     run = prepare(config, None, jax.devices()[:num_devices])
-    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(OPTIONS)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile()
     state = run.first_state()
     loader = data.TrainLoader(run.train_set, config.batch_size, config.seed, run.local_rows())
     for _ in range(steps):
@@ -48,22 +46,20 @@ def trained(config: ConfigDict, num_devices: int, steps: int = 12) -> tuple[Any,
 
 
 @functools.cache
-def alone(folder: pathlib.Path) -> dict[str, np.ndarray]:
+def on_one_device(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return by_example(trained(tiny.words(folder), 1)[0])
 
 
-def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=3e-6, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, rtol=0, atol=3e-6, err_msg=name)
 
 
-PLACES = [
+SETTINGS = [
     (8, {}),
     (4, {"accumulation_steps": 2, "parallel__backend": "shard_map"}),
     (8, {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"}),
-]
-MORE_PLACES = [
     (4, {"accumulation_steps": 2}),
     (1, {"accumulation_steps": 4}),
     (4, {"parallel__optimizer_state": "zero1", "mesh__fsdp": 2, "accumulation_steps": 2}),
@@ -71,16 +67,13 @@ MORE_PLACES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "num_devices, changes",
-    [*PLACES, *(pytest.param(*place, marks=pytest.mark.long) for place in MORE_PLACES)],
-)
-def test_any_place_is_one_device(
+@pytest.mark.parametrize("num_devices, changes", SETTINGS)
+def test_any_devices_equal_one_device(
     folder: pathlib.Path, num_devices: int, changes: dict[str, Any]
 ) -> None:
     state, run = trained(tiny.words(folder, **changes), num_devices)
-    close(by_example(state), alone(folder))
-    assert np.abs(alone(folder)["carry"]).max() > 0.01
+    close(by_example(state), on_one_device(folder))
+    assert np.abs(on_one_device(folder)["carry"]).max() > 0.01
     assert "carry: 1.031 KiB, " in describe(run)
     value = state.parts["carry"]["value"]
     assert value.sharding.shard_shape(value.shape) == (8 // num_devices, 2, 2, 8)
@@ -88,7 +81,7 @@ def test_any_place_is_one_device(
 
 @pytest.mark.long
 def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Path) -> None:
-    """With a rate of 0 the carry is that of the whole stream read at once."""
+    """With a learning rate of 0, the carry equals that of the entire stream read at once."""
     config = tiny.words(
         folder, optimizer__learning_rate=0.0, model__dropout_rate=0.0, accumulation_steps=2
     )
@@ -107,7 +100,7 @@ def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Pa
         ]
         words = np.concatenate([batch["inputs"] for batch in batches], 1)
         np.testing.assert_allclose(
-            by_example(state)["carry"], jit(read)(state.params, jnp.asarray(words)), atol=1e-6
+            by_example(state)["carry"], jax.jit(read)(state.params, jnp.asarray(words)), atol=1e-6
         )
 
 
@@ -115,12 +108,12 @@ def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Pa
 def test_a_skipped_update_puts_the_carry_back(folder: pathlib.Path) -> None:
     config = tiny.words(folder, guards__max_skipped=3)
     run = prepare(config, None, jax.devices()[:2])
-    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(OPTIONS)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile()
     state = run.first_state()
     loader = data.TrainLoader(run.train_set, 8, config.seed, run.local_rows())
     state, _ = step(state, run.shard_batch(next(loader)))
     before = jax.device_get(state.parts["carry"])
-    # Copied, because the step donates its state.
+    # Copy, because the step donates its state.
     kernel = jax.tree.map(jnp.copy, state.params["output"]["kernel"])
     spoilt = {**state.params, "output": {**state.params["output"], "kernel": jnp.nan * kernel}}
     state, sums = step(state.replace(params=spoilt), run.shard_batch(next(loader)))
@@ -140,27 +133,25 @@ def test_resumed(
     devices: int,
     changes: dict[str, Any],
 ) -> None:
-    """In the same place with the same bits; on another number of devices to rounding."""
+    """A resumed run equals the full run: bit for bit on the same devices, up to rounding on others."""
     config, every = tiny.words(folder, **changes), jax.devices()
 
     def run_on(count: int, workdir: pathlib.Path) -> Any:
         monkeypatch.setattr(jax, "devices", lambda *_: every[:count])
         train(config, workdir, quiet=True)
-        found = tiny.restored(config, workdir)[0]
+        actual = tiny.restored(config, workdir)[0]
         monkeypatch.undo()
-        return found
+        return actual
 
-    whole = run_on(devices, tmp_path / "whole")
+    full = run_on(devices, tmp_path / "full")
     for count in (devices, 4):
-        cut = pathlib.Path(shutil.copytree(tmp_path / "whole", tmp_path / f"cut{count}"))
-        for step in (8, 12):
-            shutil.rmtree(cut / "checkpoints" / str(step))
-        found = run_on(count, cut)
+        cut = tiny.cut(tmp_path / "full", tmp_path / f"cut{count}", 4)
+        actual = run_on(count, cut)
         if count == devices:
-            tiny.assert_equal(found, whole)
-        close(by_example(found), by_example(whole))
+            tiny.assert_equal(actual, full)
+        close(by_example(actual), by_example(full))
         records = [
-            read_records(path / "metrics.jsonl", "eval") for path in (cut, tmp_path / "whole")
+            read_records(path / "metrics.jsonl", "eval") for path in (cut, tmp_path / "full")
         ]
         assert [r["step"] for r in records[0]] == [6, 12]
         for ours, theirs in zip(*records, strict=True):
@@ -169,70 +160,51 @@ def test_resumed(
 
 @pytest.mark.long
 def test_perplexity_is_one_number(folder: pathlib.Path) -> None:
-    found = {}
+    actual = {}
     for count in (1, 4, 8):
         for batch_size in (1, 7, 20):
             config = tiny.words(folder, eval__batch_size=batch_size, batch_size=20)
             run = prepare(config, None, jax.devices()[:count], training=False)
-            found[count, batch_size] = make_evaluator(run)(run.first_state())
-    expected = found[1, 1]
+            actual[count, batch_size] = make_evaluator(run)(run.first_state())
+    expected = actual[1, 1]
     assert expected["perplexity"] == pytest.approx(np.exp(expected["loss"]))
     assert 15 < expected["perplexity"] < 60
-    for metrics in found.values():
+    for metrics in actual.values():
         assert metrics == pytest.approx(expected, rel=1e-6)
-    # Fewer streams know more of the text before a word.
+    # With fewer streams, more words are predicted with the text before them.
     config = tiny.words(folder, data__options={"steps": 8, "eval_streams": 1})
     run = prepare(config, None, jax.devices()[:1])
-    whole = make_evaluator(run)(run.first_state())
-    assert whole["perplexity"] != expected["perplexity"]
-
-
-def recipe(path: pathlib.Path, folder: pathlib.Path, changes: str = "") -> list[str]:
-    """A config file of `tiny.words`, as an argument of a command."""
-    path.write_text(
-        "from tests import tiny\ndef get_config(argument=None):\n"
-        f"    return tiny.words({str(folder)!r}, {changes})\n"
-    )
-    return [f"--config={path}"]
+    full = make_evaluator(run)(run.first_state())
+    assert full["perplexity"] != expected["perplexity"]
 
 
 @pytest.mark.long
 def test_killed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    arguments = recipe(tmp_path / "recipe.py", folder, "duration='300 steps', log__every='1 steps'")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = tiny.command("lamb_tpu.train", *arguments, f"--workdir={whole}", devices=2)
-    assert done.returncode == 0, done.stderr
-    process = tiny.start("lamb_tpu.train", *arguments, f"--workdir={killed}", devices=2)
+    words = f"tiny.words({str(folder)!r}, duration='300 steps', log__every='1 steps')"
+    recipe = tiny.recipe(tmp_path, words)
+    full, killed = tmp_path / "full", tmp_path / "killed"
+    tiny.succeed("lamb_tpu.train", recipe, f"--workdir={full}", devices=2)
+    process = tiny.start("lamb_tpu.train", recipe, f"--workdir={killed}", devices=2)
     metrics, deadline = killed / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 50):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    done = tiny.command("lamb_tpu.train", *arguments, f"--workdir={killed}", devices=2)
-    assert done.returncode == 0 and "resumed from the checkpoint of update" in done.stdout
-    # On other devices than these eight only the place differs, not a bit.
+    done = tiny.succeed("lamb_tpu.train", recipe, f"--workdir={killed}", devices=2)
+    assert "resumed from the checkpoint of update" in done.stdout
+    # The runs had two devices; on the eight of this process, only the sharding differs.
     config = tiny.words(folder, duration="300 steps", log__every="1 steps")
-    found, expected = (tiny.restored(config, path)[0] for path in (killed, whole))
-    tiny.assert_equal(found, expected)
+    tiny.same_state(config, killed, full)
 
 
 @pytest.mark.long
 def test_two_processes(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    arguments = recipe(tmp_path / "recipe.py", folder, "accumulation_steps=2")
+    recipe = tiny.recipe(tmp_path, f"tiny.words({str(folder)!r}, accumulation_steps=2)")
     workdir = tmp_path / "two"
-    done = tiny.command(
-        "lamb_tpu.launch",
-        "local",
-        "--processes=2",
-        "--devices-per-process=2",
-        "--",
-        *arguments,
-        f"--workdir={workdir}",
-    )
-    assert done.returncode == 0, done.stderr
+    tiny.launched(2, 2, recipe, f"--workdir={workdir}")
     run = prepare(tiny.words(folder, accumulation_steps=2), workdir, jax.devices()[:2])
     with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
         state, _ = checkpoints.restore(12, run.abstract_state)
     assert state.parts["carry"]["example"].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    close(by_example(state), alone(folder))
+    close(by_example(state), on_one_device(folder))

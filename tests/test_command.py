@@ -1,7 +1,8 @@
-"""The command `lamb_tpu`, and how soon every command answers --help."""
+"""The command `lamb_tpu`, and the time that every command takes for --help."""
 
 import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 from lamb_tpu import command
 from tests import tiny
 
-# What the package starts by itself.
-INTERNAL = {"lamb_tpu.cluster.relay"}
+# Runnable modules that are not commands for users.
+INTERNAL = {"lamb_tpu.cluster.relay", "lamb_tpu.keys", "lamb_tpu.run.compatibility"}
+# `python -m lamb_tpu`, and commands whose modules are in subpackages.
+OTHER_NAMES = {"lamb_tpu.__main__", "lamb_tpu.prepare_text", "lamb_tpu.check_images"}
 HEAVY = ("jax", "flax", "orbax.checkpoint", "grain", "optax", "tensorboardX")
 
 
@@ -25,28 +28,86 @@ def run(*arguments: str, after: str = "pass", before: str = "pass"):
 
 
 def test_all_commands_are_listed() -> None:
-    done = run()
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout == run("--help").stdout
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 80
     for name in command.MODULES:
         assert f"\n  {name} " in done.stdout
-    assert "Trains a model by a recipe" in done.stdout
-    # Every module of the package that can be run is one of them.
+    assert "Trains a model from a recipe" in done.stdout
+    # `MODULES` includes every runnable module of the package.
     package = pathlib.Path(command.__file__).parent
     programs = {
         ".".join(["lamb_tpu", *path.relative_to(package).with_suffix("").parts])
         for path in package.rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text()
     }
-    assert programs - INTERNAL == set(command.MODULES.values()) and programs > INTERNAL
+    assert programs - INTERNAL - OTHER_NAMES == set(command.MODULES.values())
+    assert programs > INTERNAL | OTHER_NAMES
+
+
+def test_without_arguments_the_command_teaches() -> None:
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 24
+    for line in lines:
+        if line.startswith("  lamb_tpu "):
+            assert line.split()[1] in command.MODULES
+    assert "  lamb_tpu train --config=digits --workdir=runs/digits" in lines
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(r"lamb_tpu \d+\.\d+\.\d+ \(jax [\d.]+, Python [\d.]+\)\n", done.stdout)
+    assert tiny.command("lamb_tpu", "--version").stdout == done.stdout
+
+
+def helps(script: str) -> dict[str, str]:
+    """Returns the help of every command and subcommand, each run in a fork of one process."""
+    names = [[name] for name in command.MODULES]
+    names += [
+        ["reproduce", name] for name in ("list", "show", "run", "commands", "adopt", "report")
+    ]
+    names += [
+        ["launch", name] for name in ("local", "tpu-vm", "queued-resource", "jobset", "slurm")
+    ]
+    done = tiny.python(
+        "import os, runpy, sys\nfrom lamb_tpu import command, cli\n"
+        f"for words in {names}:\n"
+        "    print(f'\\f{\" \".join(words)}\\v', end='', flush=True)\n"
+        "    if not os.fork():\n"
+        f"        sys.argv = ['lamb_tpu', *words, '--help']\n        {script}\n"
+        "        os._exit(1)\n"
+        "    if os.wait()[1]:\n        sys.exit(f'{words} fails')\n"
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return dict(part.split("\v") for part in done.stdout.split("\f")[1:])
+
+
+def test_both_forms_of_every_command() -> None:
+    """`lamb_tpu NAME` and `python -m lamb_tpu.NAME` print the same help, at most 80 columns wide."""
+    by_name = helps("command.main()")
+    by_module = helps(
+        "name = sys.argv.pop(1); runpy.run_module(f'lamb_tpu.{name}', run_name='__main__', "
+        "alter_sys=True)"
+    )
+    assert by_name == by_module
+    for name, text in by_name.items():
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= 80, (name, max(lines, key=len))
+        summary = command.summary(command.MODULES[name.split()[0]])
+        assert " " in name or " ".join(summary.split()) in " ".join(text.split()), name
+        assert not re.search(r"(?m)^ +--[a-z]+_|default: 'None'|\.py:$", text), name
+        if "usage: " in text:  # the description ends with a full stop
+            assert text.split("\n\n")[1].rstrip().endswith("."), name
 
 
 @pytest.mark.parametrize("name", command.MODULES)
 def test_help_comes_at_once(name: str) -> None:
-    """In less than 1.5 s, of computing: how long a test waits for a core says nothing.
+    """Help takes less than 1.5 s of CPU time, which does not depend on the load of the machine.
 
-    The package of `models` is that of the networks, which need JAX and Flax; their imports alone
-    take a second.
+    `models` may take 4 s, because its package imports JAX and Flax.
     """
 
     def seconds() -> float:
@@ -63,7 +124,7 @@ def test_help_comes_at_once(name: str) -> None:
 
 @pytest.mark.long
 def test_command_is_the_module() -> None:
-    arguments = ("--config=digits", "--print_config", "--config.optimizer.b2=0.98")
+    arguments = ("--config=digits", "--print-config", "--config.optimizer.b2=0.98")
     done, module = run("train", *arguments), tiny.command("lamb_tpu.train", *arguments)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout == module.stdout
     done = run("train", "--config=digits")
@@ -72,22 +133,16 @@ def test_command_is_the_module() -> None:
 
 @pytest.mark.long
 def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
-    """The module path of `python -m`, although the command is a script in another folder."""
+    """As with `python -m`, modules in the current folder are found, although the script is elsewhere."""
     script = tmp_path / "bin" / "lamb_tpu"
     script.parent.mkdir()
     script.write_text("from lamb_tpu.command import main\n\nmain()\n")
     (tmp_path / "my_net.py").write_text("def net(width: int = 7): ...\n")
 
     def printed(**environment: str) -> subprocess.CompletedProcess:
+        model = "--config.model={'name': 'my_net:net'}"
         return subprocess.run(
-            [
-                sys.executable,
-                str(script),
-                "train",
-                "--config=digits",
-                "--print_config",
-                "--config.model={'name': 'my_net:net'}",
-            ],
+            [sys.executable, str(script), "train", "--config=digits", "--print-config", model],
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -97,17 +152,19 @@ def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
     done = printed()
     assert done.returncode == 0, done.stderr
     assert "config.model.width = 7  # default of my_net:net\n" in done.stdout
-    done = printed(PYTHONSAFEPATH="1")  # asks for the opposite
-    assert done.returncode == 2 and "finds no module 'my_net' from" in done.stderr
+    done = printed(PYTHONSAFEPATH="1")  # then Python does not search the folder
+    assert done.returncode == 2 and "needs the module 'my_net', which" in done.stderr
 
 
-def test_mistakes() -> None:
+def test_errors() -> None:
     done = run("trian")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: lamb_tpu has no command 'trian'; it has: train, evaluate")
+    assert done.stderr.startswith(
+        "error: lamb_tpu has no command 'trian'; did you mean train? The commands are: demo, train, "
+    )
     done = run("train", "--help", before="sys.modules['ml_collections'] = None")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: lamb_tpu train needs ml_collections, which is not installed; install what training "
-        "needs, as by pip install 'lamb_tpu[train]'\n"
+        "error: lamb_tpu train needs ml_collections, which is not installed; install the packages "
+        f"for training: pip install -e '{tiny.ROOT}[train]'\n"
     )

@@ -1,8 +1,9 @@
-"""Runs side by side: what differs in their configs, their metrics, and their curves."""
+"""Comparing runs: differences of their configs, metrics, and curves."""
 
 import contextlib
 import io
 import pathlib
+import warnings
 from typing import Any
 
 import matplotlib.image
@@ -12,11 +13,11 @@ from lamb_tpu import compare
 from lamb_tpu.compare import Run
 from lamb_tpu.errors import UserError
 from lamb_tpu.store.metrics import MetricsWriter
+from tests.raising import rejected
 from tests.store.test_runs import fake
 
 
 def call(*arguments: object) -> str:
-    """Runs the command in this process and returns what it printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         compare.main(compare._parse([str(argument) for argument in arguments]))
@@ -24,25 +25,25 @@ def call(*arguments: object) -> str:
 
 
 @pytest.fixture
-def found(tmp_path: pathlib.Path) -> list[Run]:
+def actual(tmp_path: pathlib.Path) -> list[Run]:
     fake(tmp_path / "deep" / "first", [0.5, 0.7, 0.6])
     fake(tmp_path / "second", [0.4], optimizer__b2=0.5, seed=3)
     return compare.read([f"{tmp_path}/deep/first", str(tmp_path / "second")])
 
 
-def test_tables(found: list[Run]) -> None:
-    (table,) = compare.tables(found, ("accuracy", "higher"))
+def test_tables(actual: list[Run]) -> None:
+    (table,) = compare.tables(actual, ("accuracy", "higher"))
     assert table == [
         ["run", "b2", "seed", "best accuracy", "at epoch", "last", "updates", "time", "device", ""],
         ["deep/first", "0.999", "0", "0.7000", "2", "0.6000", "12", "1:00", "2 x cpu", ""],
         ["second", "0.5", "3", "0.4000", "1", "0.4000", "12", "1:00", "2 x cpu",
          "has no evaluation at its end"],
     ]  # fmt: skip
-    ((_, first, second),) = compare.tables(found, ("loss", "lower"))
+    ((_, first, second),) = compare.tables(actual, ("loss", "lower"))
     assert first[3:6] == ["0.7083", "3", "0.7083"] and second[3:6] == ["2.1250", "1", "2.1250"]
 
 
-def test_many_keys_that_differ_have_a_table_of_their_own(tmp_path: pathlib.Path) -> None:
+def test_many_differing_keys_have_a_separate_table(tmp_path: pathlib.Path) -> None:
     fake(tmp_path / "a", [0.5])
     fake(
         tmp_path / "b",
@@ -69,7 +70,7 @@ def test_many_keys_that_differ_have_a_table_of_their_own(tmp_path: pathlib.Path)
     ]  # fmt: skip
 
 
-def test_a_key_of_another_optimizer_and_a_users_own(tmp_path: pathlib.Path) -> None:
+def test_a_key_of_another_optimizer_and_a_custom_key(tmp_path: pathlib.Path) -> None:
     fake(tmp_path / "a", [0.5], optimizer__preset="paper")
     fake(tmp_path / "b", [0.5], optimizer__name="gone:Optimizer")
     keys = compare.differing(compare.read([str(tmp_path / "a"), str(tmp_path / "b")]))
@@ -83,36 +84,62 @@ def test_values_that_differ_beyond_what_is_shown(tmp_path: pathlib.Path) -> None
     assert list(keys) == ["model.hidden_sizes"]
 
 
-def test_metric(found: list[Run], tmp_path: pathlib.Path) -> None:
-    assert compare.choose_metric(found) == ("accuracy", "higher")
-    assert compare.choose_metric(found, "loss") == ("loss", "lower")
+def test_metric(actual: list[Run], tmp_path: pathlib.Path) -> None:
+    assert compare.choose_metric(actual) == ("accuracy", "higher")
+    assert compare.choose_metric(actual, "loss") == ("loss", "lower")
     fake(tmp_path / "new", [], end=0)
     new = compare.read([str(tmp_path / "new")])
-    assert compare.choose_metric([*new, *found]) == ("accuracy", "higher")
+    assert compare.choose_metric([*new, *actual]) == ("accuracy", "higher")
     assert compare.choose_metric(new) is None
-    with pytest.raises(UserError, match="--metric is 'f1', and no run has an evaluation yet"):
+    with rejected("--metric", "f1", "no run has an evaluation yet"):
         compare.choose_metric(new, "f1")
-    other = [found[0]._replace(evaluations=[{"step": 1, "epoch": 1.0, "kind": "eval", "f1": 0.5}])]
-    with pytest.raises(UserError, match="the runs have no metric of their evaluations in common"):
-        compare.choose_metric([*found, *other])
+    other = [actual[0]._replace(evaluations=[{"step": 1, "epoch": 1.0, "kind": "eval", "f1": 0.5}])]
+    with rejected("RUN", ..., "have no metric in common"):
+        compare.choose_metric([*actual, *other])
 
 
 @pytest.mark.parametrize(
-    "against, places",
+    "against, positions",
     [("epochs", [1, 2, 3]), ("updates", [4, 8, 12]), ("examples", [256, 512, 768])],
 )
-def test_picture(found: list[Run], against: str, places: list[int]) -> None:
-    figure = compare.picture(found, ("accuracy", "higher"), against)
+def test_figure(actual: list[Run], against: str, positions: list[int]) -> None:
+    figure = compare.draw(actual, ("accuracy", "higher"), against)
     loss, accuracy = figure.axes
-    assert [list(line.get_xdata()) for line in loss.lines] == [places, places]
+    assert [list(line.get_xdata()) for line in loss.lines] == [positions, positions]
     assert [list(line.get_ydata()) for line in accuracy.lines] == [[0.5, 0.7, 0.6], [0.4]]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["deep/first", "second"]
     assert loss.get_yscale() == "log" and against in loss.get_xlabel()
-    assert len(compare.picture(found, None, against).axes) == 1
+    assert len(compare.draw(actual, None, against).axes) == 1
+
+
+def test_the_best_of_many_runs_are_named(tmp_path: pathlib.Path) -> None:
+    for number in range(14):
+        fake(tmp_path / f"{number:02}", [number / 20])
+    actual = compare.read([str(path) for path in sorted(tmp_path.iterdir())])
+    for metric, named in ((("accuracy", "higher"), range(6, 14)), (None, range(8))):
+        figure = compare.draw(actual, metric, "epochs")
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 9
+        assert len({str(line._dash_pattern) for line in figure.legends[0].legend_handles}) == 8
+        assert set(texts) == {*(f"{number:02}" for number in named), "6 other runs"}
+    history = compare.history(actual, "loss", "updates")
+    assert len(history.legends[0].get_texts()) == 9 and len(history.axes[0].lines) == 14
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(io.BytesIO(), format="png")
+
+
+def test_values_that_an_axis_cannot_show(tmp_path: pathlib.Path) -> None:
+    fake(tmp_path / "a", [1e300, 0.5])
+    figure = compare.draw(compare.read([str(tmp_path / "a")]), ("accuracy", "higher"), "epochs")
+    assert list(figure.axes[1].lines[0].get_ydata()) == [0.5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(io.BytesIO(), format="png")
 
 
 def recorded(folder: pathlib.Path, noise: list[float], sizes: list[int]) -> None:
-    """A run whose batch changes if there are sizes."""
+    """Writes a run with noise scales; its batch size changes if `sizes` are given."""
     fake(folder, [], end=0)
     with MetricsWriter(folder, 0, tensorboard=False) as writer:
         for step, scale in enumerate(noise, 1):
@@ -130,32 +157,37 @@ def recorded(folder: pathlib.Path, noise: list[float], sizes: list[int]) -> None
 def test_a_metric_of_the_training_records(tmp_path: pathlib.Path) -> None:
     recorded(tmp_path / "a", [20.0, float("inf"), 80.0], [32, 64, 96])
     recorded(tmp_path / "b", [50.0, 60.0], [])
-    found = compare.read([str(tmp_path / "a"), str(tmp_path / "b")])
-    assert compare.is_recorded(found, "noise_scale")
-    for metric in ("loss", "accuracy", "f1", None):  # the loss is of evaluations too
-        assert not compare.is_recorded(found, metric)
-    noise, sizes = compare.history(found, "noise_scale", "examples").axes
+    actual = compare.read([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert compare.is_recorded(actual, "noise_scale")
+    for metric in ("loss", "accuracy", "f1", None):  # evaluations have a loss too
+        assert not compare.is_recorded(actual, metric)
+    noise, sizes = compare.history(actual, "noise_scale", "examples").axes
     assert [list(line.get_xdata()) for line in noise.lines] == [[32, 192], [64, 128]]
     assert [list(line.get_ydata()) for line in noise.lines] == [[20, 80], [50, 60]]
     assert [list(line.get_xdata()) for line in sizes.lines] == [[32, 96, 192], [64, 128]]
     assert [list(line.get_ydata()) for line in sizes.lines] == [[32, 64, 96], [64, 64]]
     assert noise.get_yscale() == sizes.get_yscale() == "log"
     assert noise.get_xlabel() == sizes.get_xlabel() == "examples seen"
-    updates, _ = compare.history(found[:1], "noise_scale", "updates").axes
+    _, accuracy = compare.draw(actual, ("accuracy", "higher"), "examples").axes
+    # An evaluation has no example count. For the first run, the count follows from the epoch.
+    assert [list(line.get_xdata()) for line in accuracy.lines] == [[128], [256]]
+    updates, _ = compare.history(actual[:1], "noise_scale", "updates").axes
     assert list(updates.lines[0].get_xdata()) == [1, 3]
-    folders = [run.files.folder.path for run in found]
-    told = call(*folders, "--metric=noise_scale", f"--output={tmp_path / 'x.png'}")
-    assert "best accuracy" in told
-    with pytest.raises(UserError, match="accuracy, loss; those of the training records: noise_sca"):
+    folders = [run.files.folder.path for run in actual]
+    output = call(*folders, "--metric=noise_scale", f"--output={tmp_path / 'x.png'}")
+    assert "best accuracy" in output
+    with pytest.raises(
+        UserError, match="accuracy.*loss; metrics of the training records: noise_scale"
+    ):
         call(*folders, "--metric=noise", f"--output={tmp_path / 'x.png'}")
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
 
 
-def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:
-    folders = [run.files.folder.path for run in found]
-    told = call(*folders, f"--output={tmp_path / 'x.png'}")
-    assert "  run         b2     seed  best accuracy" in told
-    assert told.endswith(f"\n\n{tmp_path / 'x.png'}\n")
+def test_command(actual: list[Run], tmp_path: pathlib.Path) -> None:
+    folders = [run.files.folder.path for run in actual]
+    output = call(*folders, f"--output={tmp_path / 'x.png'}")
+    assert "  run         b2     seed  best accuracy" in output
+    assert output.endswith(f"\n\n{tmp_path / 'x.png'}\n")
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05
 
 
@@ -164,13 +196,13 @@ def test_command(found: list[Run], tmp_path: pathlib.Path) -> None:
     [
         (["{0}", "{0}"], "RUN .*first is given 2 times; give it once"),
         (["{0}", "/nowhere"], "RUN /nowhere holds no run: config.json is missing"),
-        (["{0}", "--metric=f1"], "--metric is 'f1'; the evaluation's metrics are: accuracy, loss$"),
-        (["{0}", "--output=x.jpg"], "--output x.jpg must be a .png file in a folder that exists"),
+        (["{0}", "--metric=f1"], "--metric.*'f1'.*accuracy.*loss"),
+        (["{0}", "--output=x.jpg"], "--output=.x.jpg. is not a .png file in a folder that exists"),
         (["{0}", "--output="], "--output is empty"),
     ],
 )
-def test_mistakes(found: list[Run], arguments: list[str], message: str, tmp_path: Any) -> None:
-    first = found[0].files.folder.path
+def test_errors(actual: list[Run], arguments: list[str], message: str, tmp_path: Any) -> None:
+    first = actual[0].files.folder.path
     with pytest.raises(UserError, match=message):
         call(f"--output={tmp_path / 'x.png'}", *(text.format(first) for text in arguments))
     assert not (tmp_path / "x.png").exists()

@@ -1,8 +1,7 @@
-"""Runs whose exchange keeps a residual and has two stages: on any devices, resumed, evaluated."""
+"""Runs whose exchange has a residual and two stages: on any devices, resumed, evaluated."""
 
 import functools
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -11,22 +10,24 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.describe import describe
+from lamb_tpu.run.recipe import CurrentRecipe
 from lamb_tpu.run.session import Session
 from lamb_tpu.run.updating import make_updating
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.desync import Desync
 from tests import keeping, tiny
+from tests.marks import some
 from tests.parallel.exchange import spread
 from tests.parallel.nets import BATCH_NORM, LAMB, difference
 
 UPDATES = 4
-# What `Spread` keeps back is larger than many gradients, to which its rounding is added.
+# `Spread` adds a residual to gradients, many of which are smaller, so that rounding errors are large.
 CLOSE = 1e-4
 SPREAD = ConfigDict({"name": spread.NAME, "start": 2})
 MOMENTUM = ConfigDict({"name": "tests.parallel.exchange.spread:momentum", "learning_rate": 0.1})
@@ -39,7 +40,7 @@ def config(exchange: Any = SPREAD, **changes: Any) -> ConfigDict:
 
 
 def after(config: ConfigDict, num_devices: int, updates: int = UPDATES) -> tuple[TrainState, Run]:
-    """The state after some updates, each by the program of its stage."""
+    """Returns the state after some updates, each made by the program of its stage."""
     run = prepare(config, None, jax.devices()[:num_devices])
     loader = data.TrainLoader(run.train_set, config.batch_size, config.seed, run.local_rows())
     update, state = make_updating(run, loader, compiles=False), run.first_state()
@@ -51,20 +52,18 @@ def after(config: ConfigDict, num_devices: int, updates: int = UPDATES) -> tuple
 
 @functools.cache
 def plain(model: str = "mlp", optimizer: str = "lamb") -> TrainState:
-    """The state by sums in float32, on one device."""
+    """Returns the state after the same updates with float32 sums, on one device."""
     changes: dict[str, Any] = {"model": BATCH_NORM} if model == "batch_norm" else {}
     changes |= {"optimizer": MOMENTUM if optimizer == "momentum" else LAMB}
     return after(config(ConfigDict({"name": "float32"}), **changes), 1)[0]
 
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "eight": (8, {}),
     "hierarchy zero1": (
         8,
         {"mesh__data": 2, "mesh__fsdp": 4, "parallel__optimizer_state": "zero1"},
     ),
-}
-MORE_PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "four": (4, {}),
     "zero1": (8, {"parallel__optimizer_state": "zero1"}),
     "microbatches": (4, {"accumulation_steps": 2}),
@@ -81,13 +80,11 @@ MORE_PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "place", [*PLACES, *(pytest.param(place, marks=pytest.mark.long) for place in MORE_PLACES)]
-)
-def test_every_place_is_float32_on_one_device(place: str) -> None:
-    num_devices, changes = {**PLACES, **MORE_PLACES}[place]
+@pytest.mark.parametrize("setting", some(SETTINGS, ("eight", "hierarchy zero1")))
+def test_any_devices_equal_float32_on_one_device(setting: str) -> None:
+    num_devices, changes = SETTINGS[setting]
     state, run = after(config(**{"optimizer": LAMB, **changes}), num_devices)
-    expected = plain("batch_norm" if place == "batch_norm" else "mlp")
+    expected = plain("batch_norm" if setting == "batch_norm" else "mlp")
     assert difference(state.params, expected.params) < CLOSE
     kept = state.parts["residual"]["kept"]
     assert np.unique(kept.whole["count"]).tolist() == [UPDATES]
@@ -96,37 +93,27 @@ def test_every_place_is_float32_on_one_device(place: str) -> None:
         assert np.abs(leaf).max() > 0 and leaf.shape[0] == num_devices * rows
     assert run.stage(0) == run.stage(1) != run.stage(2) == run.stage(3)
     text = describe(run)
-    assert f"exchange: {spread.NAME}, start=2 between" in text and "kept by the exchange: " in text
+    assert f"exchange: {spread.NAME}, start=2 between" in text and "exchange residual: " in text
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        "eight",
-        *(
-            pytest.param(place, marks=pytest.mark.long)
-            for place in ("four", "microbatches", "hierarchy", "changing")
-        ),
-    ],
+    "setting", some(("eight", "four", "microbatches", "hierarchy", "changing"), ("eight",))
 )
-def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(place: str) -> None:
-    """Momentum is linear: its sums over devices are those of the gradients."""
-    num_devices, changes = {
-        **PLACES,
-        **MORE_PLACES,
-        "hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4}),
-    }[place]
+def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(setting: str) -> None:
+    """Momentum is linear: summing it over devices equals summing the gradients."""
+    hierarchy = {"hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4})}
+    num_devices, changes = (SETTINGS | hierarchy)[setting]
     state, run = after(config(optimizer=MOMENTUM, **changes), num_devices)
     assert [run.stage(update).of_optimizer for update in range(4)] == [None, None] + [
         "momentum"
     ] * 2
     assert difference(state.params, plain(optimizer="momentum").params) < CLOSE
-    # In the warm-up gradients are sent as they are, and nothing is kept.
+    # During the warm-up, gradients are sent as they are, without a residual.
     counts = state.parts["residual"]["kept"].whole["count"]
     assert np.unique(counts).tolist() == [2]
 
 
-def test_skipped_update_puts_the_residual_back() -> None:
+def test_skipped_update_restores_the_residual() -> None:
     run = prepare(config(guards__max_skipped=3), None, jax.devices())
     step = run.make_train_step(5)
     loader = data.TrainLoader(run.train_set, 64, 0, run.local_rows())
@@ -143,31 +130,33 @@ def test_skipped_update_puts_the_residual_back() -> None:
     tiny.assert_equal(kept.whole["total"], before.whole["total"])
 
 
-def test_copies_of_whole_leaves_are_compared_and_no_others() -> None:
+def test_only_copies_of_replicated_leaves_are_compared() -> None:
     state, run = after(config(guards__desync_every="1 steps"), 8, 3)
-    check = Desync(run)
+    check = Desync(run, CurrentRecipe(run.recipe))
     check.saving(1, state)
     residual = state.parts["residual"]
     total = residual["kept"].whole["total"]
-    parts = [
+    copies = [
         np.array(shard.data) + (number == 5)
         for number, shard in enumerate(total.addressable_shards)
     ]
     other = jax.make_array_from_single_device_arrays(
         total.shape,
         total.sharding,
-        [jax.device_put(p, s.device) for p, s in zip(parts, total.addressable_shards)],
+        [jax.device_put(p, s.device) for p, s in zip(copies, total.addressable_shards)],
     )
-    whole = {**residual["kept"].whole, "total": other}
-    kept = residual["kept"]._replace(whole=whole)
-    with pytest.raises(UserError, match="copies of residual/total are no longer .*device 5"):
+    replicated = {**residual["kept"].whole, "total": other}
+    kept = residual["kept"]._replace(whole=replicated)
+    with pytest.raises(
+        UserError, match="copies of residual/total differ between devices: device 5"
+    ):
         check.saving(2, state.replace(residual={**residual, "kept": kept}))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The workdir of a run of 12 updates, of which the last 7 are of the second stage."""
-    workdir = tmp_path_factory.mktemp("whole")
+def full(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The workdir of a run of 12 updates, the last 7 of which are in the second stage."""
+    workdir = tmp_path_factory.mktemp("full")
     train(twelve(), workdir, quiet=True)
     return workdir
 
@@ -176,53 +165,36 @@ def twelve() -> ConfigDict:
     return config(ConfigDict({"name": spread.NAME, "start": 5}))
 
 
-def cut(workdir: pathlib.Path, folder: pathlib.Path, last: int) -> pathlib.Path:
-    copy = pathlib.Path(shutil.copytree(workdir, folder))
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name) > last:
-            shutil.rmtree(path)
-    return copy
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("last", [4, 8])
-def test_resumed_is_uninterrupted(whole: pathlib.Path, tmp_path: pathlib.Path, last: int) -> None:
-    """Resumed in the first stage, and in the second."""
-    resumed = cut(whole, tmp_path / "cut", last)
+def test_resumed_is_uninterrupted(full: pathlib.Path, tmp_path: pathlib.Path, last: int) -> None:
+    """A run that resumes in the first or the second stage equals the uninterrupted run."""
+    resumed = tiny.cut(full, tmp_path / "cut", last)
     train(twelve(), resumed, quiet=True)
-    (found, position), (expected, wanted) = (
-        tiny.restored(twelve(), folder) for folder in (resumed, whole)
-    )
-    tiny.assert_equal(found, expected)
-    assert position["loader"] == wanted["loader"]
-    assert int(found.parts["residual"]["kept"].whole["count"]) == 12
+    actual = tiny.same_state(twelve(), resumed, full)
+    assert int(actual.parts["residual"]["kept"].whole["count"]) == 12
 
 
 @pytest.mark.long
-def test_ended_by_sigterm_in_the_second_stage(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched, pytest.raises(Preempted):
-        tiny.preempt_at(patched, 10)
+def test_ended_by_sigterm_in_the_second_stage(full: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with tiny.preempted_at(10):
         train(twelve(), tmp_path, quiet=True)
     train(twelve(), tmp_path, quiet=True)
-    tiny.assert_equal(tiny.restored(twelve(), tmp_path)[0], tiny.restored(twelve(), whole)[0])
+    tiny.same_state(twelve(), tmp_path, full)
 
 
 @pytest.mark.long
-def test_resumed_on_fewer_devices_the_sum_stays(
-    whole: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    told: list[str] = []
-    resumed = cut(whole, tmp_path / "cut", 8)
+def test_resumed_on_fewer_devices_the_sum_stays(full: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    output: list[str] = []
+    resumed = tiny.cut(full, tmp_path / "cut", 8)
     before, _ = tiny.restored(twelve(), resumed)
     run = prepare(twelve(), resumed, jax.devices()[:4])
-    with Session(run, lambda step: False, told.append) as session:
+    with Session(run, CurrentRecipe(run.recipe), lambda step: False, output.append) as session:
         state, _ = session.restore()
     assert int(state.step) == 8
-    assert told == [
-        "the checkpoint is of 8 devices between which gradients are exchanged, and there are 4 "
-        "now: each gets an equal share of the sum that Spread has kept"
+    assert output == [
+        "the checkpoint has a residual of Spread for 8 devices, and this run exchanges gradients "
+        "between 4: each device gets an equal share of the residual's sum"
     ]
     old, new = before.parts["residual"]["kept"], state.parts["residual"]["kept"]
     for was, leaf in zip(jax.tree.leaves(old.device), jax.tree.leaves(new.device), strict=True):
@@ -238,20 +210,20 @@ def test_resumed_on_fewer_devices_the_sum_stays(
 @pytest.mark.long
 @pytest.mark.parametrize("name", keeping.METHODS)
 def test_every_method_goes_on_with_half_the_devices(name: str, tmp_path: pathlib.Path) -> None:
-    """From eight to four devices behind the last change of the program."""
-    made, whole = keeping.config(name), tmp_path / "whole"
-    train(made, whole, quiet=True)
-    resumed = cut(whole, tmp_path / "cut", 36)
+    """Resumes on four of eight devices, after the last update at which the compiled program changes."""
+    made, full = keeping.config(name), tmp_path / "full"
+    train(made, full, quiet=True)
+    resumed = tiny.cut(full, tmp_path / "cut", 36)
     before, _ = tiny.restored(made, resumed)
     run = prepare(made, resumed, jax.devices()[:4])
-    told: list[str] = []
-    with Session(run, lambda step: False, told.append) as session:
+    output: list[str] = []
+    with Session(run, CurrentRecipe(run.recipe), lambda step: False, output.append) as session:
         state, _ = session.restore()
-    assert "of 8 devices" in told[0] and "there are 4 now" in told[0]
+    assert "for 8 devices" in output[0] and "gradients between 4:" in output[0]
     old, new = before.parts["residual"]["kept"], state.parts["residual"]["kept"]
     assert jax.tree.leaves(old.device)
     for was, leaf in zip(jax.tree.leaves(old.device), jax.tree.leaves(new.device), strict=True):
-        # The vectors of 1 bit are padded to whole bytes of all devices.
+        # The vectors of 1-bit values are padded to full bytes on each device.
         assert leaf.ndim == 1 or leaf.shape == (was.shape[0] // 2, *was.shape[1:])
         was, leaf = was.reshape(8, -1), leaf.reshape(4, -1)
         end = min(leaf.shape[1], was.shape[1])
@@ -261,38 +233,24 @@ def test_every_method_goes_on_with_half_the_devices(name: str, tmp_path: pathlib
     assert process.returncode == 0, err
     last, expected = (
         [record["loss"] for record in read_records(folder / "metrics.jsonl", "train")][-2:]
-        for folder in (resumed, whole)
+        for folder in (resumed, full)
     )
     np.testing.assert_allclose(last, expected, rtol=0.1)
 
 
 @pytest.mark.long
-def test_evaluated_on_other_devices(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    expected = evaluate_checkpoint(None, whole)
-    done = tiny.command("lamb_tpu.evaluate", f"--workdir={whole}", devices=1)
-    assert done.returncode == 0, done.stderr
+def test_evaluated_on_other_devices(full: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    expected = evaluate_checkpoint(None, full)
+    done = tiny.succeed("lamb_tpu.evaluate", f"--workdir={full}", devices=1)
     assert f"{expected['accuracy']:.4f}"[:5] in done.stdout
 
 
 @pytest.mark.long
-def test_two_processes_are_one(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(
-        "from tests.test_exchange_runs import twelve\n"
-        "def get_config(argument=None):\n    return twelve()\n"
-    )
-    done = tiny.command(
-        "lamb_tpu.launch",
-        "local",
-        "--processes=2",
-        "--devices-per-process=4",
-        "--",
-        f"--config={recipe}",
-        f"--workdir={tmp_path / 'two'}",
-    )
-    assert done.returncode == 0, done.stderr
-    found, _ = tiny.restored(twelve(), tmp_path / "two")
-    expected, _ = tiny.restored(twelve(), whole)
-    assert difference(found.params, expected.params) < CLOSE
-    kept, wanted = (state.parts["residual"]["kept"] for state in (found, expected))
+def test_two_processes_are_one(full: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    recipe = tiny.recipe(tmp_path, "twelve()", "tests.test_exchange_runs.twelve")
+    tiny.launched(2, 4, recipe, f"--workdir={tmp_path / 'two'}")
+    actual, _ = tiny.restored(twelve(), tmp_path / "two")
+    expected, _ = tiny.restored(twelve(), full)
+    assert difference(actual.params, expected.params) < CLOSE
+    kept, wanted = (state.parts["residual"]["kept"] for state in (actual, expected))
     assert difference(kept.device, wanted.device) < CLOSE

@@ -1,4 +1,4 @@
-"""A run's BERT as a folder of Hugging Face's, its image network as one of timm's."""
+"""Exports of a BERT for Hugging Face and of image networks for timm."""
 
 import json
 import pathlib
@@ -18,14 +18,13 @@ from lamb_tpu.models.convert import from_timm
 from lamb_tpu.predict import predict
 from lamb_tpu.run.weights import Weights, open_weights
 from tests import tiny
-from tests.data.images.pictures import encode, smooth
+from tests.data.images.photographs import encode, smooth
+from tests.raising import rejected
 
 TEXT = "The [MASK] is of [MASK]."
 
 
-def test_what_is_written_predicts_the_same(
-    pretrained: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_exported_bert_predicts_the_same(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "made" / "of"
     assert export(pretrained, folder) == f"{pretrained}, update 2 is written to {folder}"
     assert {path.name for path in folder.iterdir()} == {
@@ -35,18 +34,16 @@ def test_what_is_written_predicts_the_same(
         "tokenizer_config.json",
     }
     assert json.loads((folder / "tokenizer_config.json").read_text())["do_lower_case"] is True
-    # Who may read one of them may read all.
+    # All files have the same permissions.
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     assert predict(str(folder), TEXT) == predict(str(pretrained), TEXT)
     tiny.assert_equal(from_huggingface(folder)[1], tiny.restored(tiny.bert(), pretrained)[0].params)
 
 
-def test_another_checkpoint_does_not_take_the_place_of_the_first(
-    pretrained: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_export_does_not_overwrite(pretrained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     export(pretrained, tmp_path / "out")
     before = tiny.fingerprint(tmp_path / "out")
-    with pytest.raises(UserError, match="out holds something already; give a new or empty folder"):
+    with rejected("*out", problem="is not empty", remedy="give a new or empty folder"):
         export(pretrained, tmp_path / "out", 1)
     assert tiny.fingerprint(tmp_path / "out") == before
     newest = from_huggingface(tmp_path / "out")[1]
@@ -55,26 +52,21 @@ def test_another_checkpoint_does_not_take_the_place_of_the_first(
         "lamb_tpu.export", f"--workdir={pretrained}", f"--output={tmp_path / 'first'}", "--step=1"
     )
     assert done.returncode == 0 and "update 1 is written to" in done.stdout, done.stderr
-    found = from_huggingface(tmp_path / "first")[1]
-    tiny.assert_equal(found, open_weights(str(pretrained), "--workdir", 1).params())
+    actual = from_huggingface(tmp_path / "first")[1]
+    tiny.assert_equal(actual, open_weights(str(pretrained), "--workdir", 1).params())
     with pytest.raises(AssertionError):
-        tiny.assert_equal(found, newest)
+        tiny.assert_equal(actual, newest)
 
 
 def test_a_run_that_has_not_ended_needs_a_flag(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "12")
-    with pytest.raises(
-        UserError,
-        match=(
-            f"--workdir {copy}, update 8, is of a run that has not ended .update 8 of 12.; finish it "
-            "first, or give --unfinished, or choose a checkpoint with --step"
-        ),
-    ):
+    problem = "is a run that has not ended (update 8 of 12)"
+    with rejected(f"--workdir {copy}, update 8,", problem=problem, remedy="or give --unfinished"):
         export(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    # Past this check, the network of this run is one that no other library has.
+    # After this check, the run is rejected because no other library has its network.
     for options in ({"unfinished": True}, {"step": 8}):
-        with pytest.raises(UserError, match="has the model 'mlp'"):
+        with rejected("*", problem="has the model 'mlp'"):
             export(copy, tmp_path / "out", **options)
 
 
@@ -87,11 +79,11 @@ def test_stacked_layers_and_a_cased_vocabulary(tmp_path: pathlib.Path) -> None:
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": False,
     }
-    for found, expected in zip(
+    for actual, expected in zip(
         *(predict(str(tmp_path / name), TEXT) for name in ("out", "run")), strict=True
     ):
-        assert [word.word for word in found] == [word.word for word in expected]
-        assert [w.probability for w in found] == pytest.approx([w.probability for w in expected])
+        assert [word.word for word in actual] == [word.word for word in expected]
+        assert [w.probability for w in actual] == pytest.approx([w.probability for w in expected])
     written = from_huggingface(tmp_path / "out")[1]["encoder"]
     params = open_weights(str(tmp_path / "run"), "--workdir").params()
     stacked = params["encoder"]["layers"]
@@ -100,8 +92,8 @@ def test_stacked_layers_and_a_cased_vocabulary(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Eight pictures of two classes."""
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Writes a folder with eight images of two classes."""
     path = tmp_path_factory.mktemp("pictures")
     for index in range(8):
         file = path / "train" / "ab"[index % 2] / f"{index}.png"
@@ -110,10 +102,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def of_pictures(pictures: pathlib.Path, **changes: object) -> ConfigDict:
+def of_pictures(photographs: pathlib.Path, **changes: object) -> ConfigDict:
     fields = {
         "data__name": "image_folder",
-        "data__dir": str(pictures),
+        "data__dir": str(photographs),
         "data__train_split": "train",
         "data__eval_split": "train",
         "batch_size": 8,
@@ -127,10 +119,10 @@ def of_pictures(pictures: pathlib.Path, **changes: object) -> ConfigDict:
 
 
 @pytest.mark.long
-def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    tiny.save(of_pictures(pictures), tmp_path / "run")
-    told = export(tmp_path / "run", tmp_path / "out")
-    assert told == f"{tmp_path / 'run'}, update 2 is written to {tmp_path / 'out'}"
+def test_image_network_in_timm_layout(photographs: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    tiny.save(of_pictures(photographs), tmp_path / "run")
+    printed = export(tmp_path / "run", tmp_path / "out")
+    assert printed == f"{tmp_path / 'run'}, update 2 is written to {tmp_path / 'out'}"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "architecture": "resnet18",
         "num_classes": 2,
@@ -146,7 +138,7 @@ def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.
     expected = open_weights(str(tmp_path / "run"), "--workdir").variables()
     assert set(expected) == {"params", "batch_stats"}
     tiny.assert_equal(from_timm("resnet18", tmp_path / "out" / "model.safetensors"), expected)
-    # It is read here as other folders of timm's, and written again the same.
+    # The exported folder can be read like other timm folders, and exported again unchanged.
     again = open_weights(str(tmp_path / "out"), "--workdir")
     assert again.pixels == ((127.5, 102.0, 51.0), (51.0, 51.0, 51.0))
     tiny.assert_equal(again.variables(), expected)
@@ -160,22 +152,22 @@ def test_image_network_as_timm_has_it(pictures: pathlib.Path, tmp_path: pathlib.
     [
         (
             {"stem": "cifar"},
-            "config.model.stem='cifar'; timm's resnet18 is this network with 'imagenet', so it cannot be",
+            "config.model.stem='cifar' differs from timm's resnet18; use 'imagenet'",
         ),
-        ({"epsilon": 1e-3}, "has config.model.epsilon=0.001; timm's resnet18 is .* with 1e-05"),
+        ({"epsilon": 1e-3}, "config.model.epsilon=0.001 differs from timm's resnet18; use 1e-05"),
         (
             {"name": "efficientnet_b0", "stages": [[1, 3, 1, 1, 16]]},
-            r"has config.model.stages=\[\[1, 3, 1, 1, 16\]\]; timm's tf_efficientnet_b0 is",
+            r"config.model.stages=\[\[1, 3, 1, 1, 16\]\] differs from timm's tf_efficientnet_b0",
         ),
-        # Of pictures in grey.
+        # A network for greyscale images.
         (
             {},
-            r"cannot be written: .* not those of resnet18: params/stem_conv/kernel is of shape "
-            r"\(7, 7, 1, 64\), there of shape \(7, 7, 3, 64\)",
+            r"--workdir .* not those of resnet18: params/stem_conv/kernel is of shape "
+            r"\(7, 7, 1, 64\), but of shape \(7, 7, 3, 64\)",
         ),
     ],
 )
-def test_networks_that_timm_has_not(
+def test_networks_that_timm_does_not_have(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fields: dict, message: str
 ) -> None:
     model = {"name": "resnet18", "num_classes": 10, "dtype": "bfloat16"} | fields
@@ -194,15 +186,15 @@ def test_networks_that_timm_has_not(
     assert not (tmp_path / "out").exists()
 
 
-def test_mistakes(pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_errors(pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for workdir, output, step, message in [
-        (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp'; those that c"),
-        (pretrained, pretrained, None, f"--output {pretrained} holds something already; give a"),
-        (pretrained, tmp_path / "full", None, "--output .*/full holds something already"),
+        (trained, tmp_path / "out", None, f"--workdir {trained} has the model 'mlp', which cannot"),
+        (pretrained, pretrained, None, f"--output {pretrained} is not empty; give a new or emp"),
+        (pretrained, tmp_path / "full", None, "--output .*/full is not empty"),
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),
-        (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; it has: 1, 2"),
+        (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; use one of: 1, 2"),
         (tmp_path, tmp_path / "out", None, f"--workdir {tmp_path} holds no run"),
         (pretrained, pathlib.Path("/proc/out"), None, r"/proc/out cannot be written \(.*No such"),
     ]:

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end as those left alone."""
+"""Runs that are killed at random moments end like undisturbed runs."""
 
 import itertools
 import os
@@ -25,31 +25,30 @@ KILLS_IN_A_RUN = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def each_run_compiles() -> Iterator[None]:
-    """The user's case: a run that was killed while it compiled does so again."""
+    """Turns off the tests' compilation cache, because users' runs compile again after a kill."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
         yield
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Start]:
-    """An uninterrupted run."""
-    workdir = tmp_path_factory.mktemp("whole")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Start]:
+    workdir = tmp_path_factory.mktemp("full")
     start = faults.run(workdir)
     assert start.status == 0, start.printed
     return workdir, start
 
 
 def check_kill(workdir: pathlib.Path, kill: Kill, start: Start) -> None:
-    """Nothing that was finished is lost, and after SIGTERM nothing at all."""
+    """Asserts that no finished checkpoint is lost, and that SIGTERM loses no update at all."""
     assert not faults.lost(workdir, start.finished), start
     assert "Traceback" not in start.printed, start.printed
     if kill.number == KILL:
-        # A process that has already left cannot be killed; its work was finished then.
+        # A process that has already ended cannot be killed; its work was complete.
         left = start.status == 0 and faults.STEPS in start.finished
         assert left or start.status not in (0, os.EX_TEMPFAIL), start
         return
-    if start.status == 0:  # it was past the last moment at which it can be preempted
+    if start.status == 0:  # the signal came too late to preempt the run
         assert max(faults.checkpoints(workdir)) == faults.STEPS
         return
     assert start.status == os.EX_TEMPFAIL, start
@@ -60,8 +59,7 @@ def check_kill(workdir: pathlib.Path, kill: Kill, start: Start) -> None:
         assert f"preempted at update {saved}, saved" in start.printed, start
 
 
-def check_complete(workdir: pathlib.Path, whole: pathlib.Path) -> None:
-    """State, data position and records are those of the uninterrupted run, bit for bit."""
+def check_complete(workdir: pathlib.Path, full: pathlib.Path) -> None:
     recipe = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py")
     config = tiny.change(
         recipe.get_config("optimizer=lamb,batch=32"),
@@ -71,33 +69,31 @@ def check_complete(workdir: pathlib.Path, whole: pathlib.Path) -> None:
             "eval.batch_size": 8,
         },
     )
-    (expected, position), (found, position_found) = (
-        tiny.restored(config, folder) for folder in (whole, workdir)
+    (expected, position), (actual, actual_position) = (
+        tiny.restored(config, folder) for folder in (full, workdir)
     )
-    assert int(found.step) == faults.STEPS
-    tiny.assert_equal(found, expected)
-    # Where the last evaluation was broken off, the state is that from before it.
+    assert int(actual.step) == faults.STEPS
+    tiny.assert_equal(actual, expected)
+    # If the last evaluation was interrupted, the last checkpoint was saved before this evaluation.
     excepted = {"seconds": 0, "startup": 0, "starts": 0}
-    excepted |= {"eval_due": 0, "best": 0} if position_found["eval_due"] else {}
-    assert position_found | excepted == position | excepted
-    expected, found = (
+    excepted |= {"eval_due": 0, "best": 0, "records": 0} if actual_position["eval_due"] else {}
+    assert actual_position | excepted == position | excepted
+    expected, actual = (
         [tiny.untimed(record) for record in read_records(folder / "metrics.jsonl")]
-        for folder in (whole, workdir)
+        for folder in (full, workdir)
     )
-    assert found == expected
-    # Preempted runs have saved at other updates too, so of the newest only one is the same.
+    assert actual == expected
+    # Preempted runs have also saved at other updates, so check only the permanent and best checkpoints.
     for_good = range(faults.KEEP_EVERY, faults.STEPS + 1, faults.KEEP_EVERY)
     kept, there = {*for_good, position["best"]["step"]}, faults.checkpoints(workdir)
     assert kept <= there and len(there) <= len(kept) + faults.KEEP
     assert not list((workdir / "checkpoints").glob("*tmp*"))
 
 
-def ordeal(
-    count: int, seed: int, tmp_path: pathlib.Path, whole: tuple[pathlib.Path, Start]
-) -> None:
-    """Kills runs `count` times, a few times each, and brings each to its end."""
+def ordeal(count: int, seed: int, tmp_path: pathlib.Path, full: tuple[pathlib.Path, Start]) -> None:
+    """Kills runs `count` times in all, each run a few times, and completes every run."""
     generator = random.Random(seed)
-    reference, uninterrupted = whole
+    reference, uninterrupted = full
     print(
         f"\nuninterrupted: {uninterrupted.seconds:.1f} s\n\n"
         "| signal to | after, s | at | status | had begun at | next one resumes from |\n"
@@ -130,10 +126,10 @@ def ordeal(
 
 
 @pytest.mark.long
-def test_killed_at_a_few_moments(tmp_path: pathlib.Path, whole) -> None:
-    ordeal(4, 1, tmp_path, whole)
+def test_killed_at_a_few_moments(tmp_path: pathlib.Path, full) -> None:
+    ordeal(4, 1, tmp_path, full)
 
 
 @pytest.mark.long
-def test_killed_at_many_moments(tmp_path: pathlib.Path, whole) -> None:
-    ordeal(20, 2, tmp_path, whole)
+def test_killed_at_many_moments(tmp_path: pathlib.Path, full) -> None:
+    ordeal(20, 2, tmp_path, full)

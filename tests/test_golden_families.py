@@ -1,4 +1,4 @@
-"""Every family of recorded runs: no setting of an entry is ignored, in any of them."""
+"""Every family of recorded runs: no setting of any entry is ignored."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.golden_families import FAMILIES
 from tests.optim import goldens
 from tests.optim.golden_common import Settings
 
-# One entry of each implementation, and of each form of settings that an implementation has.
+# One entry for each implementation and set of names of settings.
 ENTRIES = {
     (entry["family"], entry["implementation"], tuple(entry["hyper"])): entry
     for entry in goldens.entries()
@@ -29,7 +29,7 @@ def _repeat(entry: dict[str, Any], **changes: Any) -> Any:
 def test_a_setting_without_a_meaning_is_an_error(entry: dict[str, Any]) -> None:
     with pytest.raises((ValueError, NotImplementedError)) as caught:
         _repeat(entry, warp_factor=9)
-    # A run that is not repeated for another reason may say that reason first.
+    # An entry that we do not reproduce for another reason may report that reason first.
     if isinstance(caught.value, ValueError):
         assert "warp_factor" in str(caught.value)
     else:
@@ -37,7 +37,7 @@ def test_a_setting_without_a_meaning_is_an_error(entry: dict[str, Any]) -> None:
             _repeat(entry)
 
 
-# Flags and texts whose value the mappings assume, by implementation.
+# Settings with values that our code does not support, by family and implementation.
 ASSUMED: list[tuple[str, str, dict[str, Any]]] = [
     ("onebit", "onebit_adam", {"gradients": "summed"}),
     ("lamb", "apex_fusedlamb", {"amsgrad": True}),
@@ -85,9 +85,10 @@ ASSUMED: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_value_that_the_mapping_does_not_have_is_an_error(
     family: str, implementation: str, changes: dict[str, Any]
 ) -> None:
-    goldens.need(1, [e for e in ENTRIES.values() if e["family"] == family], family)
+    key = family, implementation
+    goldens.need(1, [each for each in PER_IMPLEMENTATION if each == key], " ".join(key))
     with pytest.raises((ValueError, NotImplementedError)) as caught:
-        _repeat(PER_IMPLEMENTATION[family, implementation], **changes)
+        _repeat(PER_IMPLEMENTATION[key], **changes)
     assert str(caught.value)
 
 

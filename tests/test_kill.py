@@ -1,10 +1,9 @@
-"""A run ended by SIGKILL, SIGTERM and Ctrl-C ends as one left alone: bit for bit on one machine."""
+"""A run ended by SIGKILL, SIGTERM or Ctrl-C and resumed equals an undisturbed run, bit for bit."""
 
 import os
 import pathlib
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ import pytest
 from lamb_tpu.store.metrics import read_records
 from tests import tiny
 
-# tests/test_resume.py and test_train.py have a run that is ended and resumed in `make test`.
+# tests/test_resume.py and test_train.py end and resume a run in `make test`.
 pytestmark = pytest.mark.long
 
 ARGUMENTS = [
@@ -34,7 +33,7 @@ def last_logged(workdir: pathlib.Path) -> int:
 def kill_when(
     workdir: pathlib.Path, condition: Callable[[], bool], number: int = signal.SIGKILL
 ) -> tuple[str, str]:
-    """Starts the run, kills it as soon as the condition holds; what it printed, and as errors."""
+    """Starts the run and kills it as soon as the condition holds; returns stdout and stderr."""
     process = tiny.start("lamb_tpu.train", *ARGUMENTS, f"--workdir={workdir}")
     deadline = time.monotonic() + 120
     while not condition():
@@ -50,13 +49,12 @@ def kill_when(
 
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path, list]:
-    """An uninterrupted run, one killed four times, and what that printed, start by start.
+    """Returns the workdirs of an undisturbed run and of a run ended four times, and the latter's output.
 
-    Of the starts ended by SIGTERM and by Ctrl-C there is what they told as an error.
+    The output is stdout of each start, but stderr after SIGTERM, and stdout and stderr after Ctrl-C.
     """
-    whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
-    done = tiny.command("lamb_tpu.train", *ARGUMENTS, f"--workdir={whole}")
-    assert done.returncode == 0, done.stderr
+    full, killed = (tmp_path_factory.mktemp(name) for name in ("full", "killed"))
+    tiny.succeed("lamb_tpu.train", *ARGUMENTS, f"--workdir={full}")
     checkpoints = killed / "checkpoints"
 
     def between_saves() -> bool:
@@ -66,62 +64,60 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pa
         return last_logged(killed) >= 200 and any(checkpoints.glob("*.orbax-checkpoint-tmp*"))
 
     def is_set_up() -> bool:
-        return (killed / "run.jsonl").exists()
+        start = killed / "run.jsonl"
+        return start.exists() and start.read_text().endswith("\n")  # created first, then written
 
-    # While it compiles: before the first update, or after it.
+    # The signal comes during compilation, before the first update or shortly after it.
     printed = [kill_when(killed, is_set_up, signal.SIGTERM)[1]]
     printed.append(kill_when(killed, between_saves)[0])
     assert checkpoints.is_dir()
     printed.append(kill_when(killed, in_a_save)[0])
     printed += kill_when(killed, lambda: last_logged(killed) >= 268, signal.SIGINT)
-    last: subprocess.CompletedProcess = tiny.command(
-        "lamb_tpu.train", *ARGUMENTS, f"--workdir={killed}"
-    )
-    assert last.returncode == 0, last.stderr
+    last = tiny.succeed("lamb_tpu.train", *ARGUMENTS, f"--workdir={killed}")
     assert "Traceback" not in last.stderr
-    return whole, killed, [*printed, last.stdout]
+    return full, killed, [*printed, last.stdout]
 
 
 def test_each_start_resumes_from_a_checkpoint(workdirs) -> None:
     _, killed, (early, first, second, third, late, fourth) = workdirs
-    update = re.fullmatch(r"preempted (at update 1, saved|before the first update); .*\n", early)[1]
-    assert ("resumed from the checkpoint of update 1\n" in first) == update.startswith("at")
+    # Before the session begins, the signal ends the process without a save.
+    ends = r" at update (\d+), saved| before the first update|; nothing that was saved is lost"
+    end = re.fullmatch(rf"preempted(?:{ends}).*\n", early)
+    assert end is not None, early
+    saved = f"resumed from the checkpoint of update {end[1]}\n"
+    assert (saved in first) == (end[1] is not None)
     resumed = [
         int(text.partition("resumed from the checkpoint of update ")[2].split()[0])
         for text in (second, third, fourth)
     ]
     assert 0 < resumed[0] <= 67 + 15 and 150 <= resumed[1] < 400
     assert all(step % 15 == 0 for step in resumed[:2])
-    # Nothing is lost.
-    told, ended = late.splitlines()
-    assert told == "Ctrl-C: saving, then ending; again to end at once"
+    # After Ctrl-C, nothing is lost.
+    output, ended = late.splitlines()
+    assert output == "Ctrl-C: the run saves and ends; press Ctrl-C again to end it at once"
     assert resumed[2] >= 268 and ended.startswith(f"interrupted at update {resumed[2]}, saved; st")
     assert len((killed / "run.jsonl").read_text().splitlines()) == 5
     assert not list((killed / "checkpoints").glob("*tmp*"))
 
 
 def test_final_state_is_that_of_the_uninterrupted_run(workdirs) -> None:
-    whole, killed, _ = workdirs
+    full, killed, _ = workdirs
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=32")
     config.duration, config.eval.every = "400 steps", "50 steps"
-    (expected, position), (found, position_found) = (
-        tiny.restored(config, workdir) for workdir in (whole, killed)
-    )
-    assert int(found.step) == 400
-    tiny.assert_equal(found, expected)
-    assert position_found["loader"] == position["loader"]
-    assert position_found["loader"]["examples"] == 400 * 32
+    tiny.same_state(config, killed, full)
+    state, position = tiny.restored(config, killed)
+    assert int(state.step) == 400 and position["loader"]["examples"] == 400 * 32
 
 
 def test_metrics_are_those_of_the_uninterrupted_run(workdirs) -> None:
-    whole, killed, _ = workdirs
+    full, killed, _ = workdirs
 
     def records(workdir: pathlib.Path, kind: str) -> list[dict]:
         return [tiny.untimed(record) for record in read_records(workdir / "metrics.jsonl", kind)]
 
-    assert len(records(whole, "eval")) == 8
-    assert records(killed, "eval") == records(whole, "eval")
-    assert records(killed, "train") == records(whole, "train")
-    assert [record["step"] for record in records(whole, "train")] == list(range(5, 401, 5))
+    assert len(records(full, "eval")) == 8
+    assert records(killed, "eval") == records(full, "eval")
+    assert records(killed, "train") == records(full, "train")
+    assert [record["step"] for record in records(full, "train")] == list(range(5, 401, 5))
     seconds = [record["seconds"] for record in read_records(killed / "metrics.jsonl", "train")]
     assert seconds == sorted(seconds)

@@ -1,4 +1,4 @@
-"""Runs that kill themselves, around decisions or with a residual, end as those left alone."""
+"""Runs that kill themselves around batch decisions, or with a residual, end like undisturbed runs."""
 
 import importlib
 import pathlib
@@ -22,8 +22,8 @@ def survive(
     tmp_path: pathlib.Path,
     devices: int = 1,
 ) -> None:
-    """A run that is killed at these moments, updates and seconds behind them, ends as another."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    """Asserts that a run killed at these moments, (updates, seconds), ends like an undisturbed one."""
+    full, killed = tmp_path / "full", tmp_path / "killed"
 
     def start(folder: pathlib.Path, *moment: str) -> int:
         process = tiny.start("tests.killing", module, name, str(folder), *moment, devices=devices)
@@ -31,8 +31,8 @@ def survive(
         assert "Traceback" not in err, err
         return process.returncode
 
-    assert start(whole) == 0
-    print("\n| killed behind update | after, ms | last record | checkpoints |\n|--:|--:|--:|---|")
+    assert start(full) == 0
+    print("\n| killed after update | delay, ms | last record | checkpoints |\n|--:|--:|--:|---|")
     for update, seconds in moments:
         assert start(killed, str(update), f"{seconds:.4f}") == -signal.SIGKILL
         metrics = killed / "metrics.jsonl"
@@ -42,19 +42,16 @@ def survive(
         print(f"| {update} | {1000 * seconds:.0f} | {last} | {there} |")
     assert start(killed) == 0
     config = importlib.import_module(module).config(name)
-    (expected, position), (found, position_found) = (
-        tiny.restored(config, folder) for folder in (whole, killed)
-    )
-    tiny.assert_equal(found, expected)
-    assert position_found["batches"] == position["batches"]
-    assert position_found["loader"] == position["loader"]
-    assert without_seconds(killed) == without_seconds(whole)
+    tiny.same_state(config, killed, full)
+    batches = [tiny.restored(config, folder)[1]["batches"] for folder in (full, killed)]
+    assert batches[0] == batches[1]
+    assert without_seconds(killed) == without_seconds(full)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rule", deciding.RULES)
 def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -> None:
-    """20 kills, each within 30 ms of an update at or beside a change, in one run of one process."""
+    """20 kills of one run, each within 30 ms of the start of an update next to a change of the batch."""
     generator, decided = random.Random(3), tmp_path / "decided"
     train(deciding.config(rule), decided, quiet=True)
     _, position = tiny.restored(deciding.config(rule), decided)
@@ -77,12 +74,12 @@ def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("name", keeping.METHODS)
 def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
-    """20 kills anywhere, two of them around each change of the program."""
+    """20 kills of one run: two around each change of its program, the others at random updates."""
     generator = random.Random(4)
     updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
     updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]
     moments = sorted((update, generator.uniform(0, 0.03)) for update in updates)
     survive("tests.keeping", name, moments, tmp_path, devices=8)
     state, _ = tiny.restored(keeping.config(name), tmp_path / "killed")
-    kept = jax.tree.leaves(state.parts["residual"]["kept"].device)
-    assert kept and all(np.abs(leaf).max() > 0 for leaf in kept)
+    residual = jax.tree.leaves(state.parts["residual"]["kept"].device)
+    assert residual and all(np.abs(leaf).max() > 0 for leaf in residual)

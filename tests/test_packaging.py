@@ -1,4 +1,4 @@
-"""Results of `pip install`: the declared packages, and the recipes in the wheel."""
+"""The result of `pip install`: the declared packages, and the recipes in the wheel."""
 
 import importlib.metadata
 import os
@@ -17,14 +17,12 @@ PROJECT = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]
 
 
 def declared(requirements: list[str]) -> set[str]:
-    """Names of packages, as in a wheel's metadata."""
     return {re.match(r"[\w.-]+", text)[0].lower().replace("_", "-") for text in requirements}
 
 
 def third_party(folder: pathlib.Path) -> set[str]:
-    """The packages that the modules below a folder import."""
     tops = {name.partition(".")[0] for path in folder.rglob("*.py") for name in imported(path)}
-    # Many packages share the name google; of those, google-cloud-storage is imported.
+    # Many packages share the name google; only google-cloud-storage is imported.
     tops -= {*sys.stdlib_module_names, "lamb_tpu", "libtpu", "google"}
     owners = importlib.metadata.packages_distributions()
     return {owners[top][0].lower().replace("_", "-") for top in tops}
@@ -61,39 +59,43 @@ def test_wheel_runs_a_recipe_by_its_name(tmp_path: pathlib.Path) -> None:
         )
         return done.stdout
 
+    shipped = "lamb_tpu configs experiments *.py pyproject.toml MANIFEST.in README.md LICENSE"
     files = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-z",
-            "lamb_tpu",
-            "configs",
-            "*.py",
-            "pyproject.toml",
-            "README.md",
-            "LICENSE",
-        ],
+        ["git", "ls-files", "-z", *shipped.split()],
         cwd=tiny.ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split("\0")
-    for name in filter(None, files):  # a build leaves files beside the source
+    for name in filter(None, files):  # build a copy, because a build writes files beside the source
         copy = tmp_path / "source" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((tiny.ROOT / name).read_bytes())
     try:
         run("pip", "wheel", "-q", "--no-deps", "-w", "wheels", "./source")
     except subprocess.CalledProcessError as error:
-        # pip takes the build backend from the index.
+        # Without a package index, pip cannot download the build backend.
         if "No matching distribution found for setuptools" not in error.stderr:
             raise
         pytest.skip("pip reaches no package index")
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     run("pip", "install", "-q", "--no-deps", "--target", "site", str(wheel))
-    shipped = {path.name for path in (tmp_path / "site" / "lamb_tpu" / "configs").glob("*.py")}
-    assert shipped == {path.name for path in (tiny.ROOT / "configs").glob("*.py")}
+    recipes = {path.name for path in (tmp_path / "site" / "lamb_tpu" / "configs").glob("*.py")}
+    assert recipes == {path.name for path in (tiny.ROOT / "configs").glob("*.py")}
     assert (tmp_path / "site" / "bin" / "lamb_tpu").exists()
+    # The papers' tables and records are in the wheel, and the code of the benchmarks is not.
+    tables = {path.stem for path in (tmp_path / "site/lamb_tpu/experiments/demo").glob("*.toml")}
+    assert tables == {path.stem for path in (tiny.ROOT / "experiments/demo").glob("*.toml")}
+    assert not list((tmp_path / "site" / "lamb_tpu" / "experiments").rglob("*.py"))
+    assert "0.9919" in run("lamb_tpu.reproduce", "show", "lamb/mnist")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run("lamb_tpu.reproduce", "run", "demo/scaling", "--seeds=4", "--cells=lamb-legw-1437")
+    assert "belongs to the installed package" in caught.value.stderr
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run("lamb_tpu.reproduce", "report")
+    assert caught.value.stderr.startswith("error: --output is missing")
+    run("lamb_tpu", "demo", "--seeds=1", "--cells=lamb-legw-512")
+    assert (tmp_path / "runs" / "demo" / "site" / "index.html").exists()
     run("lamb_tpu.train", "--config=digits:smoke", "--workdir=run")
     assert (tmp_path / "run" / "metrics.jsonl").exists()
-    assert "'bert'" in run("lamb_tpu.train", "--config=bert_pretrain:size=small", "--print_config")
+    assert "'bert'" in run("lamb_tpu.train", "--config=bert_pretrain:size=small", "--print-config")

@@ -1,4 +1,4 @@
-"""Photographs through the whole of a run: each counts once, and what is wrong with some is told."""
+"""Photographs in full runs: each counts once, and bad images are reported."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.errors import Preempted, UserError
+from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import prepare
@@ -17,7 +17,7 @@ from lamb_tpu.run.evaluator import make_evaluator
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
-from tests.data.images.pictures import encode, smooth
+from tests.data.images.photographs import encode, smooth
 from tests.shared import shared
 
 SIZE = 24
@@ -25,7 +25,7 @@ NUM_PHOTOGRAPHS = 400
 
 
 def photographs(batch_size: int) -> ConfigDict:
-    """Two stages of an EfficientNet on the photographs, evaluated in batches of this size."""
+    """Returns a config: two stages of an EfficientNet, evaluated in batches of `batch_size` images."""
     config = tiny.digits(
         batch_size=NUM_PHOTOGRAPHS,
         data__name="image_folder",
@@ -46,18 +46,19 @@ def photographs(batch_size: int) -> ConfigDict:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, int, int, float]:
-    """A network that knows some of the photographs by heart; right answers, top five, mean loss.
+    """The state of a network that has learned some photographs, and its expected metrics.
 
-    What it knows is a regression from random logits to the labels. The rest is counted by NumPy
-    from its logits for all photographs at once.
+    The metrics are the numbers of correct answers and of labels among the top five, and the mean
+    loss; NumPy computes them from the logits of all photographs. The network's output layer is a
+    regression from random logits to the labels.
     """
     run = prepare(photographs(NUM_PHOTOGRAPHS), tmp_path_factory.mktemp("run"), jax.devices()[:1])
-    pictures = run.eval_set.gather(np.arange(NUM_PHOTOGRAPHS))
+    images = run.eval_set.gather(np.arange(NUM_PHOTOGRAPHS))
     state, each = run.first_state(), np.arange(NUM_PHOTOGRAPHS)
 
     @jax.jit
     def logits_of(params: Any) -> jax.Array:
-        inputs, variables = run.task._inputs(pictures), {"params": params, **state.model_state}
+        inputs, variables = run.task._inputs(images), {"params": params, **state.model_state}
         return run.task.model.apply(variables, inputs, train=False)[0]
 
     lines = (shared("data", "imagenet_sample") / "labels.tsv").read_text().splitlines()[1:]
@@ -80,14 +81,13 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, int, 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "num_devices, batch_size",
-    [pytest.param(1, 1, marks=pytest.mark.long), (1, 7), (1, 64), (1, 400), (3, 64), (8, 64)],
+    "num_devices, batch_size", [(1, 1), (1, 7), (1, 64), (1, 400), (3, 64), (8, 64)]
 )
 def test_each_photograph_counts_once(
     learned: tuple[TrainState, int, int, float], num_devices: int, batch_size: int
 ) -> None:
     state, right, in_five, loss = learned
-    assert 40 < right < 360 and right + 20 < in_five  # or a mistake would not show
+    assert 40 < right < 360 and right + 20 < in_five  # otherwise an error might not show
     run = prepare(photographs(batch_size), None, jax.devices()[:num_devices], training=False)
     state = jax.device_put(jax.device_get(state), run.shardings)
     metrics = make_evaluator(run)(state)
@@ -105,7 +105,7 @@ BAD = {"truncated.JPEG": GOOD[0][:-40], "zero.JPEG": b"", "text.JPEG": b"<html>"
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Two classes of four good pictures; the second has three bad ones besides, in two splits."""
+    """Two splits, each with two classes of four valid images; class "b" also has the bad images."""
     root = tmp_path_factory.mktemp("damaged")
     for split in ("train", "val"):
         for label, kind in enumerate("ab"):
@@ -118,7 +118,6 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def damaged_run(root: pathlib.Path) -> ConfigDict:
-    """Three epochs."""
     config = tiny.digits(
         batch_size=8,
         duration="3 epochs",
@@ -136,15 +135,15 @@ def damaged_run(root: pathlib.Path) -> ConfigDict:
 
 
 @pytest.mark.long
-def test_what_is_wrong_is_told_at_the_end(
+def test_bad_images_are_reported_at_the_end(
     damaged: pathlib.Path, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
 ) -> None:
     config = damaged_run(damaged)
     metrics = train(config, tmp_path)
-    kinds = "1 grey, 1 CMYK, 1 PNG, 3 bad, and the bad ones were left out"
+    types = "1 grey, 1 CMYK, 1 PNG, 3 bad, and the bad ones were left out"
     assert tiny.unbroken(capfd.readouterr().out).endswith(
-        f"data set image_folder:train: of the pictures read in training {kinds} "
-        f"data set image_folder:val: of the pictures read in evaluation {kinds}"
+        f"data set image_folder:train: images read in training include {types} "
+        f"data set image_folder:val: images read in evaluation include {types}"
     )
     (record,) = read_records(tmp_path / "metrics.jsonl", "pictures")
     counts = {"grey": 1, "cmyk": 1, "png": 1, "bad": 3}
@@ -154,44 +153,41 @@ def test_what_is_wrong_is_told_at_the_end(
 
     again = evaluate_checkpoint(config, tmp_path)
     assert again == {"step": 5} | metrics
-    told = tiny.unbroken(capfd.readouterr().err)
-    assert f"of the pictures read in evaluation {kinds}" in told
-    # Of eleven places eight count.
+    printed = tiny.unbroken(capfd.readouterr().err)
+    assert f"images read in evaluation include {types}" in printed
+    # Only eight of the eleven files count.
     state, _ = tiny.restored(config, tmp_path)
     source = data.load(
         "image_folder", "val", source_dir=str(damaged), options={"size": 8}, training=False
     )
     good = [index for index in range(len(source)) if source.records.name(index)[-6] in "0123"]
-    pictures = source.gather(np.array(good))
+    images = source.gather(np.array(good))
     hidden, output = state.params["hidden0"], state.params["output"]
-    x = pictures["image"].reshape(8, -1) / 255.0
+    x = images["image"].reshape(8, -1) / 255.0
     x = np.maximum(x @ np.asarray(hidden["kernel"]) + hidden["bias"], 0)
     logits = np.asarray(x @ np.asarray(output["kernel"]) + output["bias"], np.float64)
-    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(8), pictures["label"]]
-    assert metrics["accuracy"] == np.mean(logits.argmax(1) == pictures["label"])
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(8), images["label"]]
+    assert metrics["accuracy"] == np.mean(logits.argmax(1) == images["label"])
     assert metrics["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
-def test_a_preempted_start_tells_what_it_has_met(
-    damaged: pathlib.Path,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+def test_preempted_start_reports_bad_images(
+    damaged: pathlib.Path, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
 ) -> None:
-    # Before the fifth update a whole epoch of eleven was read.
-    tiny.preempt_at(monkeypatch, 5)
-    with pytest.raises(Preempted, match="^preempted at update 4, saved"):
+    # Before the fifth update, a full epoch of eleven files has been read.
+    with tiny.preempted_at(5, "^preempted at update 4, saved"):
         train(damaged_run(damaged), tmp_path)
-    told = tiny.unbroken(capfd.readouterr().out)
-    assert "data set image_folder:train: of the pictures read in training 1 grey" in told
-    assert told.endswith("3 bad, and the bad ones were left out")
+    printed = tiny.unbroken(capfd.readouterr().out)
+    assert "data set image_folder:train: images read in training include 1 grey" in printed
+    assert printed.endswith("3 bad, and the bad ones were left out")
     assert not read_records(tmp_path / "metrics.jsonl", "pictures")
 
 
-def test_without_skip_the_first_bad_one_ends_the_run(
-    damaged: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_first_bad_image_ends_the_run(damaged: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = damaged_run(damaged)
     config.data.options.on_bad_record = "error"
-    with pytest.raises(UserError, match=r"/b/.*\.JPEG is bad: .*on_bad_record='skip'"):
+    with pytest.raises(
+        UserError,
+        match=r"/b/.*\.JPEG of data set image_folder:train is bad: .*on_bad_record='skip'",
+    ):
         train(config, tmp_path, quiet=True)

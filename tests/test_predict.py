@@ -1,4 +1,4 @@
-"""Words for the gaps of a text, from a run's checkpoint and from a Hugging Face folder."""
+"""Words for the gaps in a text, from a run's checkpoint and from a Hugging Face folder."""
 
 import json
 import pathlib
@@ -14,12 +14,13 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.predict import Word, describe, encode, predict
 from tests import tiny
+from tests.raising import rejected
 
 TEXT = "The [MASK] is of [MASK]."
 
 
 def edited(pretrained: pathlib.Path, folder: pathlib.Path, **model: Any) -> pathlib.Path:
-    """A copy, of which config.json says something else of the model."""
+    """Returns a copy of a workdir with changes to the model in config.json."""
     copy = pathlib.Path(shutil.copytree(pretrained, folder))
     config = json.loads((copy / "config.json").read_text())
     config |= {f"model.{name}": value for name, value in model.items()}
@@ -47,9 +48,9 @@ def test_words_and_probabilities(pretrained: pathlib.Path) -> None:
     scores = np.exp(np.asarray(outputs["mlm_logits"][0, [2, 5]], np.float64))
     expected = scores / scores.sum(-1, keepdims=True)
 
-    found = predict(str(pretrained), TEXT, top=7)
-    assert [len(words) for words in found] == [7, 7]
-    for row, words in zip(expected, found, strict=True):
+    actual = predict(str(pretrained), TEXT, top=7)
+    assert [len(words) for words in actual] == [7, 7]
+    for row, words in zip(expected, actual, strict=True):
         best = np.sort(row)[::-1][:7]
         np.testing.assert_allclose([word.probability for word in words], best, rtol=1e-4)
         indices = [vocabulary.tokens.index(word.word) for word in words]
@@ -57,7 +58,7 @@ def test_words_and_probabilities(pretrained: pathlib.Path) -> None:
     assert [len(words) for words in predict(str(pretrained), TEXT, top=10_000)] == [512, 512]
 
 
-def test_case_is_kept_where_the_vocabulary_does(pretrained: pathlib.Path) -> None:
+def test_case_follows_the_vocabulary(pretrained: pathlib.Path) -> None:
     vocabulary = Vocabulary.read(pretrained / "vocab.txt")
     assert vocabulary.tokens[encode("The", vocabulary, False)[1]] == "the"
     assert vocabulary.unknown_id == encode("The", vocabulary, True)[1]
@@ -81,40 +82,50 @@ def test_command_line(pretrained: pathlib.Path) -> None:
         "lamb_tpu.predict", f"--checkpoint={pretrained}", f"--text={TEXT}", "--top=2", "--json"
     )
     assert done.returncode == 0 and done.stderr == ""
-    found = json.loads(done.stdout)
+    actual = json.loads(done.stdout)
     expected = predict(str(pretrained), TEXT, top=2)
-    assert found["text"] == TEXT
-    for ours, theirs in zip(expected, found["gaps"], strict=True):
+    assert actual["text"] == TEXT
+    for ours, theirs in zip(expected, actual["gaps"], strict=True):
         assert [word.word for word in ours] == [word["word"] for word in theirs]
         assert theirs[0]["probability"] == pytest.approx(ours[0].probability, rel=1e-4)
 
 
-def test_mistakes(
+def test_errors(
     pretrained: pathlib.Path,
     trained: pathlib.Path,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    long = " ".join(["the"] * 30) + " [MASK]"  # with [CLS] and [SEP] one too many
+    long = " ".join(["the"] * 30) + " [MASK]"  # with [CLS] and [SEP], one token too many
     for folder, text, message in [
-        (pretrained, "no gap", r"--text has no \[MASK\]; write it where"),
+        (pretrained, "no gap", r"--text has no \[MASK\]; write it in place of a word"),
         (pretrained, "", r"--text has no \[MASK\]"),
-        (pretrained, long, r"--text has 33 tokens with .*, the network takes at most 32"),
-        (trained, TEXT, f"--checkpoint {trained} is no BERT; only one with the head 'mlm'"),
+        (
+            pretrained,
+            long,
+            r"--text has 33 tokens, including .*; use at most 32, the limit of the network",
+        ),
+        (
+            trained,
+            TEXT,
+            f"--checkpoint {trained} is not a BERT, .*; use a BERT with the head 'mlm'",
+        ),
         (tmp_path, TEXT, f"--checkpoint {tmp_path} holds no run"),
-        (edited(pretrained, tmp_path / "heads", heads=["nsp"]), TEXT, r"heads \('nsp',\); only"),
+        (edited(pretrained, tmp_path / "heads", heads=["nsp"]), TEXT, r"heads \('nsp',\), which"),
         (
             edited(pretrained, tmp_path / "size", vocab_size=600),
             TEXT,
-            "vocab.txt has 512 words, the network 600; put the network's own there",
+            "vocab.txt has 512 words, but the network has 600; replace it by the network's vocab.txt",
         ),
     ]:
         with pytest.raises(UserError, match=message):
             predict(str(folder), text)
-    with pytest.raises(UserError, match="--top is 0; it must be at least 1"):
+    with rejected("--top", 0, "is out of range", "use at least 1"):
         predict(str(pretrained), TEXT, top=0)
     without = edited(pretrained, tmp_path / "without")
     (without / "vocab.txt").unlink()
-    with pytest.raises(UserError, match=f"{without} has no vocab.txt; put the network's there"):
+    with rejected(
+        f"*{without}", problem="has no vocab.txt", remedy="copy the network's vocab.txt into it"
+    ):
         predict(str(without), TEXT)

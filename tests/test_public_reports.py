@@ -1,6 +1,6 @@
-"""Faults that users of other projects reported, one test for each type, on inputs made here.
+"""Faults that users of other projects reported: one test for each type, on inputs made here.
 
-The tests beside each module go into the details; this file is the list.
+The mirrored tests cover the details.
 """
 
 import json
@@ -29,7 +29,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.optim.factory import OPTIMIZERS
 from lamb_tpu.tasks import squad_answers, squad_metric
 from lamb_tpu.train import train
-from tests import quick, tiny
+from tests import tiny
 from tests.marks import some
 
 # --- Values of a data set outside their range -----------------------------------------------------
@@ -54,7 +54,7 @@ _SET = """
 
 @pytest.fixture
 def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConfigDict]:
-    """A run on four classes of points, a custom data set whose values a test makes wrong."""
+    """The config of a run on four classes of points, a custom data set that can have wrong values."""
     (tmp_path / "reported_points.py").write_text(textwrap.dedent(_SET))
     monkeypatch.syspath_prepend(tmp_path)
     config = tiny.digits(batch_size=32, duration="6 steps", eval__batch_size=32)
@@ -83,9 +83,9 @@ def test_labels_outside_their_classes(
     points.task.label_smoothing = smoothing
     with pytest.raises(UserError) as error:
         train(points, tmp_path / "run", quiet=True)
-    told = str(error.value)
-    assert "label" in told and value in told and "points:train" in told and "0 to 3" in told
-    assert "learning_rate" not in told
+    output = str(error.value)
+    assert "label" in output and value in output and "points:train" in output and "0 to 3" in output
+    assert "learning_rate" not in output
 
 
 def test_a_pixel_that_is_nan(points: ConfigDict, tmp_path: pathlib.Path) -> None:
@@ -106,7 +106,7 @@ def _image(path: pathlib.Path, form: str, **options: Any) -> None:
 
 
 def test_images_are_read_by_content(tmp_path: pathlib.Path) -> None:
-    for place in ("train/ant", "train/bee"):
+    for class_ in ("train/ant", "train/bee"):
         for number, (ending, form) in enumerate(
             (
                 ("jpeg", "JPEG"),
@@ -120,7 +120,7 @@ def test_images_are_read_by_content(tmp_path: pathlib.Path) -> None:
                 ("gif", "GIF"),
             )
         ):
-            _image(tmp_path / place / f"{number}.{ending}", form)
+            _image(tmp_path / class_ / f"{number}.{ending}", form)
     records = FolderRecords(str(tmp_path), "train")
     assert len(records) == 14
     notes = " ".join(records.notes)
@@ -128,9 +128,9 @@ def test_images_are_read_by_content(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_folder_one_level_too_deep_says_where_the_images_are(tmp_path: pathlib.Path) -> None:
-    for place in ("ant", "bee"):
-        _image(tmp_path / "train" / place / "images" / "1.JPEG", "JPEG")
-    # Read as torchvision reads them: an image belongs to the class of its outermost folder.
+    for class_ in ("ant", "bee"):
+        _image(tmp_path / "train" / class_ / "images" / "1.JPEG", "JPEG")
+    # As in torchvision, an image belongs to the class of its outermost folder.
     records = FolderRecords(str(tmp_path), "train")
     assert len(records) == 2 and records.num_classes == 2
     with pytest.raises(UserError, match=r"images.*ant|ant.*images"):
@@ -161,9 +161,9 @@ def test_an_answer_that_ends_in_a_deleted_character(answer: str) -> None:
         if first:
             start[row, first] = stop[row, last] = 9
     asked = squad.make_features(questions, vocabulary, **sizes)
-    found = squad_answers.choose(squad_answers.best_answers(questions, asked, start, stop))
-    scores = squad_metric.evaluate(questions, found)
-    assert found == {"a": answer} and scores["exact_match"] == 100
+    actual = squad_answers.choose(squad_answers.best_answers(questions, asked, start, stop))
+    scores = squad_metric.evaluate(questions, actual)
+    assert actual == {"a": answer} and scores["exact_match"] == 100
 
 
 # --- Published weights ----------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_published_weights_in_shards_without_a_prefix(tmp_path: pathlib.Path) ->
     prefixed = {f"bert.{name}": value for name, value in tensors.items()}
     _, expected = from_huggingface(_published(tmp_path / "one", model=prefixed))
     names = sorted(tensors)
-    first, second = ({name: tensors[name] for name in part} for part in (names[::2], names[1::2]))
+    first, second = ({name: tensors[name] for name in half} for half in (names[::2], names[1::2]))
     folder = _published(tmp_path / "two", **{"a-00001": first, "a-00002": second})
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(
@@ -233,8 +233,8 @@ def test_published_weights_in_shards_without_a_prefix(tmp_path: pathlib.Path) ->
             }
         )
     )
-    _, found = from_huggingface(folder)
-    tiny.assert_equal(found, expected)
+    _, actual = from_huggingface(folder)
+    tiny.assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -251,11 +251,13 @@ def test_published_weights_that_are_not_finite(tmp_path: pathlib.Path, value: fl
 def _matrices(params: Any, rules: str) -> set[str]:
     resolved = parameters.resolve(params, rules)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    facts = jax.tree.leaves(resolved, is_leaf=lambda x: isinstance(x, parameters.ParameterFacts))
+    metadata = jax.tree.leaves(
+        resolved, is_leaf=lambda x: isinstance(x, parameters.ParameterMetadata)
+    )
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, leaf), fact in zip(leaves, facts)
-        if fact.adapt and fact.matrix(leaf.ndim)
+        for (path, leaf), meta in zip(leaves, metadata)
+        if meta.adapt and meta.matrix(leaf.ndim)
     }
 
 
@@ -299,7 +301,7 @@ _GRADS = [jax.tree.map(lambda p, s=s: jnp.sin(s + p), _PARAMS) for s in (0.0, 1.
 
 
 def _steps(tx: optax.GradientTransformation, grads: list[Any]) -> Any:
-    params, state, update = _PARAMS, tx.init(_PARAMS), quick.jit(tx.update)
+    params, state, update = _PARAMS, tx.init(_PARAMS), jax.jit(tx.update)
     for grad in grads:
         updates, state = update(grad, state, params)
         params = optax.apply_updates(params, updates)
@@ -311,8 +313,8 @@ def test_multi_steps_equals_the_mean_gradient(name: str) -> None:
     means = [jax.tree.map(lambda a, b: (a + b) / 2, *_GRADS[i : i + 2]) for i in (0, 2)]
     expected = _steps(optim.make_optimizer({"name": name}, 0.01), means)
     many = optax.MultiSteps(optim.make_optimizer({"name": name}, 0.01), every_k_schedule=2)
-    found = _steps(many.gradient_transformation(), _GRADS)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual = _steps(many.gradient_transformation(), _GRADS)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
@@ -322,9 +324,9 @@ def test_multi_steps_equals_the_mean_gradient(name: str) -> None:
 )
 def test_an_injected_rate_is_the_rate(name: str) -> None:
     make = getattr(optim, name)
-    found = _steps(optax.inject_hyperparams(make)(learning_rate=0.02), _GRADS)
+    actual = _steps(optax.inject_hyperparams(make)(learning_rate=0.02), _GRADS)
     expected = _steps(make(learning_rate=0.02), _GRADS)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -332,16 +334,16 @@ def test_an_argument_that_cannot_be_injected_is_named() -> None:
     with pytest.raises(ValueError, match=r"rank.*static_args=\('rank',\)"):
         optax.inject_hyperparams(optim.apollo)(learning_rate=0.02).init(_PARAMS)
     static = optax.inject_hyperparams(optim.apollo, static_args=("rank",))
-    found = _steps(static(learning_rate=0.02, rank=2), _GRADS)
+    actual = _steps(static(learning_rate=0.02, rank=2), _GRADS)
     expected = _steps(optim.apollo(0.02, rank=2), _GRADS)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 # --- Norms, dtypes and layers ---------------------------------------------------------------------
 
 
-def test_each_layer_of_a_stack_has_its_own_ratio() -> None:
+def test_each_layer_of_a_stack_has_a_separate_ratio() -> None:
     scale = jnp.array([1.0, 10.0, 100.0, 1000.0])[:, None, None]
     params, grads = {"kernel": scale * jnp.ones((4, 3, 3))}, {"kernel": jnp.ones((4, 3, 3))}
     tx = optim.lamb(1.0, weight_decay=0.0, rules=[("", {"layer_axes": (0,)})])

@@ -1,4 +1,4 @@
-"""Weights that timm or torchvision published: a run starts from them, or they are evaluated."""
+"""Weights published by timm or torchvision: runs start from them, or evaluate them."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ from lamb_tpu.run.build import prepare
 from lamb_tpu.run.describe import describe
 from lamb_tpu.run.weights import open_weights
 from tests import tiny
-from tests.data.images.pictures import encode
+from tests.data.images.photographs import encode
 from tests.models.test_convert import state
 
 CLASSES, SIZE = 5, 32
@@ -34,19 +34,19 @@ TIMM = {
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Random ones of timm's ResNet-18 that keep activations near 1."""
-    found = state("resnet18", CLASSES)
-    for name, tensor in found.items():
+    """Returns random tensors of timm's ResNet-18 that keep activations near 1."""
+    actual = state("resnet18", CLASSES)
+    for name, tensor in actual.items():
         if tensor.ndim > 1:
             tensor *= np.sqrt(2 / np.prod(tensor.shape[1:]))
         elif name.endswith("running_var"):
-            found[name] = 0.5 + np.abs(tensor)
-    return found
+            actual[name] = 0.5 + np.abs(tensor)
+    return actual
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder as on the Hugging Face hub; tests must not change it."""
+    """A folder in the format of the Hugging Face Hub; do not change it."""
     path = tmp_path_factory.mktemp("timm")
     safetensors_numpy.save_file(tensors(), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(TIMM))
@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with a split to evaluate alone: 4 pictures of each class."""
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with only a split for evaluation: 4 images of each class."""
     path, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for name in "abcde":
         (path / "val" / name).mkdir(parents=True)
@@ -65,10 +65,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def config(pictures: pathlib.Path, init_from: Any, **changes: Any) -> ConfigDict:
+def config(photographs: pathlib.Path, init_from: Any, **changes: Any) -> ConfigDict:
     fields = {
         "data__name": "image_folder",
-        "data__dir": str(pictures),
+        "data__dir": str(photographs),
         "data__train_split": "val",
         "data__eval_split": "val",
         "init_from": str(init_from),
@@ -82,23 +82,23 @@ def config(pictures: pathlib.Path, init_from: Any, **changes: Any) -> ConfigDict
 
 @pytest.mark.long
 def test_a_run_starts_from_them(
-    folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
+    folder: pathlib.Path, photographs: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     expected = from_timm("resnet18", folder / "model.safetensors")
-    run = prepare(config(pictures, folder, ema__decay=0.5), tmp_path)
-    found = run.first_state()
-    tiny.assert_equal(found.params, expected["params"])
-    tiny.assert_equal(found.model_state, {"batch_stats": expected["batch_stats"]})
-    tiny.assert_equal(found.ema, (found.params, found.model_state))
-    assert jax.tree.map(lambda leaf: leaf.sharding, found) == run.shardings
+    run = prepare(config(photographs, folder, ema__decay=0.5), tmp_path)
+    actual = run.first_state()
+    tiny.assert_equal(actual.params, expected["params"])
+    tiny.assert_equal(actual.model_state, {"batch_stats": expected["batch_stats"]})
+    tiny.assert_equal(actual.ema, (actual.params, actual.model_state))
+    assert jax.tree.map(lambda leaf: leaf.sharding, actual) == run.shardings
     arrays = len(jax.tree.leaves(expected))
-    text = f"first weights: {folder}; {arrays} arrays taken; optimizer state new"
+    text = f"initial weights: {folder}; {arrays} arrays taken; optimizer state new"
     assert text in tiny.unbroken(describe(run))
     assert run.start.record["update"] is None and run.start.record["left"] == ()
 
 
 def test_a_file_is_that_of_the_model(
-    folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
+    folder: pathlib.Path, photographs: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     for path in (folder / "model.safetensors", folder):
         weights = open_weights(str(path), "config.init_from", network="resnet18")
@@ -107,18 +107,18 @@ def test_a_file_is_that_of_the_model(
         assert weights.describe() == str(path)
         assert (weights.pixels is None) == path.is_file()
     np.testing.assert_allclose(weights.pixels, (MEAN, DEVIATION))
-    with pytest.raises(UserError, match="is no run's, so it has no update 3"):
+    with pytest.raises(UserError, match="is not the workdir of a run and has no update 3"):
         open_weights(str(folder), "--workdir", step=3)
-    run = prepare(config(pictures, folder / "model.safetensors"), tmp_path)
-    assert f"first weights: {folder / 'model.safetensors'}; " in run.start.describe()
+    run = prepare(config(photographs, folder / "model.safetensors"), tmp_path)
+    assert f"initial weights: {folder / 'model.safetensors'}; " in run.start.describe()
 
 
 @pytest.mark.long
 def test_another_number_of_classes(
-    folder: pathlib.Path, pictures: pathlib.Path, tmp_path: pathlib.Path
+    folder: pathlib.Path, photographs: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     other = config(
-        pictures,
+        photographs,
         folder,
         data__options__num_classes=7,
         model__num_classes=7,
@@ -128,27 +128,29 @@ def test_another_number_of_classes(
     run = prepare(other, tmp_path)
     assert run.start.describe().endswith(
         "100 arrays taken; new, at random: output/bias, output/kernel; optimizer state new; "
-        f"they were trained with config.task.input_mean={MEAN}, here it is (127.5, 127.5, 127.5)"
+        f"they were trained with config.task.input_mean={MEAN}, but this run has (127.5, 127.5, 127.5)"
     )
     expected = from_timm("resnet18", folder / "model.safetensors")["params"]
-    found = run.first_state().params
-    assert found["output"]["kernel"].shape == (512, 7)
-    assert 0.005 < np.std(found.pop("output")["kernel"]) < 0.02
+    actual = run.first_state().params
+    assert actual["output"]["kernel"].shape == (512, 7)
+    assert 0.005 < np.std(actual.pop("output")["kernel"]) < 0.02
     expected.pop("output")
-    tiny.assert_equal(found, expected)
-    with pytest.raises(UserError, match="not fit all of the model: 2 of its .* as output/bias;"):
+    tiny.assert_equal(actual, expected)
+    with pytest.raises(
+        UserError, match="lacks 2 arrays of the model, which .* such as output/bias;"
+    ):
         evaluate_weights(other)
 
 
 @pytest.mark.long
 def test_they_are_evaluated_where_no_run_is(
-    folder: pathlib.Path, pictures: pathlib.Path, capsys: pytest.CaptureFixture
+    folder: pathlib.Path, photographs: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
-    settings = config(pictures, folder, data__train_split="train", ema__decay=0.9)
-    found = evaluate_weights(settings)
-    told = tiny.unbroken(capsys.readouterr().err)
-    assert told.startswith(f"first weights: {folder}; 102 arrays taken")
-    paths = sorted((pictures / "val").rglob("*.png"))
+    settings = config(photographs, folder, data__train_split="train", ema__decay=0.9)
+    actual = evaluate_weights(settings)
+    output = tiny.unbroken(capsys.readouterr().err)
+    assert output.startswith(f"initial weights: {folder}; 102 arrays taken")
+    paths = sorted((photographs / "val").rglob("*.png"))
     pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).astype(np.float32)
     labels = np.array(["abcde".index(path.parent.name) for path in paths])
     model = models.build("resnet18", num_classes=CLASSES)
@@ -157,11 +159,11 @@ def test_they_are_evaluated_where_no_run_is(
     logits, _ = jax.jit(lambda v, x: model.apply(v, x, train=False))(variables, images)
     logits = np.float64(logits)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
-    assert found.keys() == {"accuracy", "loss"}
-    assert found["accuracy"] == np.mean(logits.argmax(1) == labels)
-    assert found["loss"] == pytest.approx(losses.mean(), rel=1e-4)
-    assert np.std(losses) > 0.3  # pictures are told apart
-    assert settings.data.train_split == "train"  # what was given is not changed
+    assert actual.keys() == {"accuracy", "loss"}
+    assert actual["accuracy"] == np.mean(logits.argmax(1) == labels)
+    assert actual["loss"] == pytest.approx(losses.mean(), rel=1e-4)
+    assert np.std(losses) > 0.3  # images give different losses
+    assert settings.data.train_split == "train"  # the config itself is not changed
     with pytest.raises(UserError, match="or config.data.options.num_classes=10 if it lacks"):
         evaluate_weights(tiny.change(settings, {"model.num_classes": 10}))
 
@@ -175,7 +177,9 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(evaluate.distributed, "initialize_from_flags", lambda: None)
     monkeypatch.setattr(evaluate.flags, "FLAGS", Values)
     for Values.config in (None, tiny.digits()):
-        with pytest.raises(UserError, match="--workdir is missing; .* --config.init_from instead"):
+        with pytest.raises(
+            UserError, match="--workdir is missing; .* --config.init_from to evaluate"
+        ):
             evaluate.main()
     monkeypatch.setattr(
         evaluate, "evaluate_weights", lambda *given: asked.append(given) or {"accuracy": 0.5}
@@ -185,16 +189,16 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert asked == [(Values.config, "other")]
     assert capsys.readouterr().out == '{"accuracy": 0.5}\n'
     Values.step = "3"
-    with pytest.raises(UserError, match="--step=3 is of a run's checkpoints; give its --workdir"):
+    with pytest.raises(UserError, match="--step=3 needs the --workdir of a run; give it"):
         evaluate.main()
 
 
 def broken(folder: pathlib.Path, path: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """A copy with tensors replaced, or left out where they are None."""
-    kept = {**tensors(), **changes}
+    """Copies a folder with some tensors replaced, or removed if they are None."""
+    replaced = {**tensors(), **changes}
     path.mkdir()
     safetensors_numpy.save_file(
-        {name: tensor for name, tensor in kept.items() if tensor is not None},
+        {name: tensor for name, tensor in replaced.items() if tensor is not None},
         path / "model.safetensors",
     )
     shutil.copy(folder / "config.json", path)
@@ -202,64 +206,67 @@ def broken(folder: pathlib.Path, path: pathlib.Path, **changes: Any) -> pathlib.
 
 
 @pytest.mark.long
-def test_what_is_refused(
+def test_rejected_weights(
     folder: pathlib.Path,
-    pictures: pathlib.Path,
+    photographs: pathlib.Path,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(path: pathlib.Path, message: str, **changes: Any) -> None:
+    def rejected(path: pathlib.Path, message: str, **changes: Any) -> None:
         with pytest.raises(UserError, match=r"^config\.init.*" + message) as error:
-            prepare(config(pictures, path, **changes), tmp_path / "run")
+            prepare(config(photographs, path, **changes), tmp_path / "run")
         assert "\n" not in str(error.value)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # no run gets as far as compiling
     file = folder / "model.safetensors"
-    refused(
+    rejected(
         folder,
-        "of the model 'resnet18', and config.model.name is 'resnet34'; make it the",
+        "of the model 'resnet18', but config.model.name is 'resnet34'; use the same",
         model__name="resnet34",
     )
-    refused(
+    rejected(
         file,
-        r"lacks 80 tensor\(s\): .*; it is taken to be resnet34, for config.model.name",
+        r"lacks 80 tensor\(s\): .*; the file is read as resnet34, because of config.model.name",
         model__name="resnet34",
     )
-    refused(
+    rejected(
         file,
-        "is read for config.model.name of efficientnet_b0, .*resnet152, not 'davidnet'",
+        "is a file without a config.json, which config.model.name='davidnet' needs; give a folder",
         model__name="davidnet",
     )
-    refused(
+    rejected(
         folder,
-        r"has output/bias of shape \(5,\), this model of \(7,\); .*new_parameters, now"
-        " '', is the regex",
+        r"has output/bias of shape \(5,\), but this model needs \(7,\); .*_parameters, now '', match",
         model__num_classes=7,
         data__options__num_classes=7,
     )
-    refused(
+    rejected(
         folder,
-        r"has stem_conv/kernel of shape \(7, 7, 3, 64\), this model of \(3, 3, 3, 64\)",
+        r"has stem_conv/kernel of shape \(7, 7, 3, 64\), but this model needs \(3, 3, 3, 64\)",
         model__stem="cifar",
     )
-    refused(
+    rejected(
         broken(folder, tmp_path / "less", **{"bn1.bias": None}),
         "less/model.safetensors lacks "
         r"1 tensor\(s\): bn1.bias",
     )
-    refused(
+    rejected(
         broken(folder, tmp_path / "more", **{"layer5.bias": np.zeros(1)}),
-        r"has 1 tensor\(s\) too many: layer5.bias",
+        r"also has 1 tensor\(s\): layer5.bias",
     )
     cut = broken(folder, tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(file.read_bytes()[:-5])
-    refused(cut.parent, "cut/model.safetensors is no complete safetensors file")
-    refused(cut, "cut/model.safetensors is no complete safetensors file")
+    rejected(cut.parent, "cut/model.safetensors is not a complete safetensors file")
+    rejected(cut, "cut/model.safetensors is not a complete safetensors file")
     (cut.parent / "config.json").write_text(json.dumps(TIMM | {"architecture": "resnet50d"}))
-    refused(cut.parent, "weights of 'resnet50d' cannot be read; those of timm that can: tf_")
+    rejected(cut.parent, "network 'resnet50d' of timm cannot be read; use ")
     cut.rename(cut.parent / "pytorch_model.bin")
     pickle = re.escape(str(cut.parent / "pytorch_model.bin"))
     for path in (cut.parent, cut.parent / "pytorch_model.bin"):
-        refused(path, f"{pickle} is a pickle of PyTorch's, .*torch.load.'pytorch_model.bin', ")
-    refused(folder, "'keep', but .* has no optimizer's state", init__optimizer_state="keep")
+        rejected(path, f"{pickle} is a PyTorch pickle, .*torch.load.'pytorch_model.bin', ")
+    rejected(
+        folder,
+        "'keep' needs an optimizer state, which .* does not have",
+        init__optimizer_state="keep",
+    )
     assert not list((tmp_path / "run").rglob("*.*"))

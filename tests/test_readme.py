@@ -1,4 +1,4 @@
-"""Claims of README and of the rooms' pages: commands, flags, links and recipes."""
+"""Claims of the README and the package pages: commands, flags, links and recipes."""
 
 import importlib.util
 import json
@@ -11,11 +11,12 @@ import sys
 import pytest
 from PIL import Image
 
+from lamb_tpu import command
 from tests import tiny
 from tests.shared import ROOT
 
 README = (ROOT / "README.md").read_text()
-# Pages that tell a user what to type; experiments/ has a test of its own for what its pages say.
+# Pages with commands for users. experiments/ has its own test.
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [
@@ -29,22 +30,35 @@ PAGES = sorted(
 
 
 def commands(page: str) -> list[list[str]]:
-    """The commands `python -m MODULE ...` of a page's shell blocks: [module, argument, ...]."""
-    found = []
+    """Returns the commands of a page's shell blocks: [module, argument, ...].
+
+    A command is `python -m MODULE ...` or `lamb_tpu NAME ...`.
+    """
+    actual = []
     for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             match = re.search(r"python -m (lamb_tpu\S*|experiments\S*)([^;]*)", line)
+            match = match or re.match(r"lamb_tpu (\w+)([^;]*)", line)
             if match:
-                found.append([match[1], *shlex.split(match[2], comments=True)])
-    return found
+                module = match[1] if "." in match[1] else f"lamb_tpu.{match[1]}"
+                actual.append([module, *shlex.split(match[2], comments=True)])
+    return actual
 
 
 def module_file(module: str) -> pathlib.Path:
+    module = command.MODULES.get(module.removeprefix("lamb_tpu."), module)
     spec = importlib.util.find_spec(module)
     if spec is not None and spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
     assert spec is not None and spec.origin is not None, module
     return pathlib.Path(spec.origin)
+
+
+def source_of(module: str) -> str:
+    """Returns the source of a command, and of its options if they are in another file."""
+    path = module_file(module)
+    options = path.with_name("options.py")
+    return path.read_text() + (options.read_text() if options.exists() else "")
 
 
 def test_python_blocks_run():
@@ -54,8 +68,8 @@ def test_python_blocks_run():
         exec(compile(block, "README.md", "exec"), {})
 
 
-def test_first_python_block_prints_its_own_lines_only():
-    """Also where libtpu is installed, as by `make setup`, and there is no TPU."""
+def test_first_python_block_prints_only_its_lines():
+    """The block prints nothing else, even if libtpu is installed (as by `make setup`) without a TPU."""
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     done = tiny.python(block)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -70,10 +84,10 @@ def test_the_two_commands_stand_first():
 
 
 def test_readme_is_a_page_for_newcomers():
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 170
 
 
-def test_readme_links_to_the_page_of_every_room():
+def test_readme_links_to_every_package_page():
     for page in PAGES:
         assert page == "README.md" or f"]({page})" in README, page
 
@@ -114,46 +128,56 @@ def test_every_recipe_stands_on_the_page_of_recipes():
 
 
 def test_flags_of_commands_exist():
-    """Every flag of every command on a page; those after -- are flags of lamb_tpu.train."""
+    """Checks every flag of every command on a page; flags after -- belong to the program of --module."""
     checked = 0
     cli = (ROOT / "lamb_tpu" / "cli.py").read_text()
     for page in PAGES:
         for module, *arguments in commands(page):
-            source = module_file(module).read_text() + cli
+            source = source_of(module) + cli
+            started = [
+                "lamb_tpu.train",
+                *(
+                    argument.removeprefix("--module=")
+                    for argument in arguments
+                    if argument.startswith("--module=")
+                ),
+            ]
             for argument in arguments:
                 if argument == "--":
-                    source = module_file("lamb_tpu.train").read_text() + cli
+                    source = source_of(started[-1]) + cli
                     continue
                 flag = argument.removeprefix("--").partition("=")[0]
                 if flag.startswith("config."):
                     continue  # checked by the next test
                 if not argument.startswith("-"):
-                    continue  # no flag
-                assert re.search(rf'"(--)?{re.escape(flag)}"', source), (page, module, argument)
+                    continue  # not a flag
+                assert re.search(rf'"(--)?{re.escape(flag)}["=]', source), (page, module, argument)
                 checked += 1
     assert checked >= 40
 
 
 def test_configs_and_overrides_of_commands_are_accepted(tmp_path):
-    """The --config of each command with its overrides: every key and every value is checked."""
-    pictures = tmp_path / "PICTURES"
+    """Checks every key and value of each command's --config and overrides."""
+    photographs = tmp_path / "IMAGES"
     for name in ("cats", "dogs"):
-        (pictures / name).mkdir(parents=True)
+        (photographs / name).mkdir(parents=True)
         for number in range(20):
-            Image.new("RGB", (8, 8)).save(pictures / name / f"{number}.jpg")
+            Image.new("RGB", (8, 8)).save(photographs / name / f"{number}.jpg")
     lines = {}
     for page in PAGES:
         for _, *arguments in commands(page):
             chosen = [
-                item.replace("dir=PICTURES,weights=FOLDER", f"dir={pictures}")
+                item.replace("dir=IMAGES,weights=FOLDER", f"dir={photographs}")
                 for item in arguments
                 if item.startswith("--config")
             ]
-            if any(item.startswith("--config=") for item in chosen):
+            # Modules of the pages' examples, such as my_arrays, are in no folder of the checkout.
+            is_custom = any(re.search(r"\bmy_\w+:", item) for item in chosen)
+            if not is_custom and any(item.startswith("--config=") for item in chosen):
                 lines[tuple(chosen)] = page
     assert len(lines) >= 12
     file = tmp_path / "lines.json"
-    file.write_text(json.dumps([["tests.print_config", *line, "--print_config"] for line in lines]))
+    file.write_text(json.dumps([["tests.print_config", *line, "--print-config"] for line in lines]))
     subprocess.run([sys.executable, "-m", "tests.commands", str(file)], cwd=ROOT, check=True)
     for (line, page), result in zip(lines.items(), json.loads(file.read_text()), strict=True):
         assert result["status"] == 0, (page, line, result["stderr"])

@@ -1,10 +1,9 @@
-"""A run goes on elsewhere: on other devices, in other processes, with its state split otherwise."""
+"""A run resumes on other devices, in other processes, or with another sharding of its state."""
 
 import contextlib
 import json
 import pathlib
 import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,80 +15,50 @@ from lamb_tpu.store import checksums
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
-
-
-@pytest.fixture
-def recipe(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A config file of `tiny.digits()`."""
-    file = tmp_path / "recipe.py"
-    file.write_text(
-        "from tests import tiny\ndef get_config(argument=None):\n    return tiny.digits()\n"
-    )
-    return file
+from tests.tiny import launched
 
 
 def cut(workdir: pathlib.Path) -> pathlib.Path:
-    """A copy in which update 4 is the last one saved."""
-    copy = pathlib.Path(shutil.copytree(workdir, workdir.with_name(workdir.name + "-cut")))
-    for step in (8, 12):
-        shutil.rmtree(copy / "checkpoints" / str(step))
-    return copy
+    """Returns a copy of a run without the checkpoints after update 4."""
+    return tiny.cut(workdir, workdir.with_name(workdir.name + "-cut"), 4)
 
 
-def check(workdir: pathlib.Path, whole: pathlib.Path) -> None:
-    """State, data position and records are those of the uninterrupted run."""
+def check(workdir: pathlib.Path, full: pathlib.Path) -> None:
     config = tiny.digits()
-    (found, position), (expected, position_expected) = (
-        tiny.restored(config, folder) for folder in (workdir, whole)
+    (actual, position), (expected, position_expected) = (
+        tiny.restored(config, folder) for folder in (workdir, full)
     )
-    close(tiny.arrays(found), tiny.arrays(expected))
+    close(tiny.arrays(actual), tiny.arrays(expected))
     assert position["loader"] == position_expected["loader"]
-    found, expected = (read_records(folder / "metrics.jsonl") for folder in (workdir, whole))
-    assert len(found) == len(expected)
-    for record, wanted in zip(found, expected, strict=True):
+    actual, expected = (read_records(folder / "metrics.jsonl") for folder in (workdir, full))
+    assert len(actual) == len(expected)
+    for record, wanted in zip(actual, expected, strict=True):
         assert record.pop("kind") == wanted.pop("kind")
         for each in (record, wanted):
-            each.pop("sent_bytes", None)  # other devices send otherwise
+            each.pop("sent_bytes", None)  # depends on the number of devices
         assert tiny.untimed(record) == pytest.approx(tiny.untimed(wanted), rel=1e-5)
 
 
-def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Every array to 1e-6 of its largest value."""
-    assert found.keys() == expected.keys()
+def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Asserts that every array agrees to 1e-6 of its largest value."""
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         scale = np.abs(value.astype(np.float64)).max() or 1.0
-        difference = np.abs(found[name].astype(np.float64) - value).max()
+        difference = np.abs(actual[name].astype(np.float64) - value).max()
         assert difference <= 1e-6 * scale, (name, difference / scale)
 
 
 @contextlib.contextmanager
 def damaged(file: pathlib.Path) -> Iterator[None]:
-    """One bit of the file is another."""
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     yield
-    file.write_bytes(whole)
+    file.write_bytes(content)
 
 
-def launched(processes: int, devices: int, *arguments: str) -> subprocess.CompletedProcess:
-    done = tiny.command(
-        "lamb_tpu.launch",
-        "local",
-        f"--processes={processes}",
-        f"--devices-per-process={devices}",
-        "--",
-        *arguments,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def test_one_device_then_eight(
-    tmp_path: pathlib.Path, recipe: pathlib.Path, trained: pathlib.Path
-) -> None:
+def test_one_device_then_eight(tmp_path: pathlib.Path, trained: pathlib.Path) -> None:
     workdir = tmp_path / "one"
-    done = tiny.command("lamb_tpu.train", f"--config={recipe}", f"--workdir={workdir}")
-    assert done.returncode == 0, done.stderr
+    tiny.succeed("lamb_tpu.train", tiny.recipe(tmp_path), f"--workdir={workdir}")
     resumed = cut(workdir)
     train(tiny.digits(), resumed, quiet=True)
     check(resumed, trained)
@@ -97,11 +66,9 @@ def test_one_device_then_eight(
 
 
 @pytest.mark.long
-def test_two_processes_then_one_and_back(
-    tmp_path: pathlib.Path, recipe: pathlib.Path, trained: pathlib.Path
-) -> None:
-    workdir = tmp_path / "two"
-    launched(2, 2, f"--config={recipe}", f"--workdir={workdir}")
+def test_two_processes_then_one_and_back(tmp_path: pathlib.Path, trained: pathlib.Path) -> None:
+    workdir, recipe = tmp_path / "two", tiny.recipe(tmp_path)
+    launched(2, 2, recipe, f"--workdir={workdir}")
     checkpoint = workdir / "checkpoints" / "12"
     names = json.loads((checkpoint / checksums.NAME).read_text())
     folders = [path for path in checkpoint.iterdir() if path.is_dir()]
@@ -111,21 +78,21 @@ def test_two_processes_then_one_and_back(
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= written
     for name in names:
         with damaged(checkpoint / name):
-            assert checksums.find_damage(checkpoint) == f"{name} is not as it was written"
+            assert checksums.find_damage(checkpoint) == f"{name} has changed since it was written"
     assert checksums.find_damage(checkpoint) is None
 
     resumed = cut(workdir)
     train(tiny.digits(), resumed, quiet=True)
     check(resumed, trained)
 
-    # Back, over a newer checkpoint that cannot be read.
+    # Again in two processes, with a damaged newest checkpoint.
     file = next((resumed / "checkpoints" / "12" / "state").glob("ocdbt.process_0/d/*"))
     file.write_bytes(file.read_bytes()[:-100])
     shutil.rmtree(resumed / "checkpoints" / "8")
-    done = launched(2, 2, f"--config={recipe}", f"--workdir={resumed}")
+    done = launched(2, 2, recipe, f"--workdir={resumed}")
     assert "resumed from the checkpoint of update 4" in done.stdout
-    told = tiny.unbroken(done.stderr)
-    assert "checkpoint of update 12" in told and "is not as it was written" in told
+    output = tiny.unbroken(done.stderr)
+    assert "checkpoint of update 12" in output and "has changed since it was written" in output
     assert "cannot be read" not in (resumed / "logs" / "process-1.log").read_text()
     check(resumed, trained)
 
@@ -136,7 +103,7 @@ def split(**changes: Any) -> ConfigDict:
 
 @pytest.mark.parametrize("backend", ["jit", "shard_map"])
 @pytest.mark.parametrize("before, after", [("replicated", "zero1"), ("zero1", "replicated")])
-def test_optimizer_state_split_otherwise(
+def test_another_sharding_of_the_optimizer_state(
     tmp_path: pathlib.Path, trained: pathlib.Path, before: str, after: str, backend: str
 ) -> None:
     workdir = tmp_path / "run"
@@ -153,8 +120,28 @@ def test_backend_changed(copy: pathlib.Path, trained: pathlib.Path) -> None:
     check(resumed, trained)
 
 
-def test_same_place_gives_the_same_bits(copy: pathlib.Path, trained: pathlib.Path) -> None:
+def test_same_devices_give_the_same_bits(copy: pathlib.Path, trained: pathlib.Path) -> None:
     resumed = cut(copy)
     train(tiny.digits(), resumed, quiet=True)
-    found, expected = (tiny.restored(tiny.digits(), folder)[0] for folder in (resumed, trained))
-    tiny.assert_equal(found, expected)
+    tiny.same_state(tiny.digits(), resumed, trained)
+
+
+def test_evaluation_lost_in_a_power_failure_is_repeated(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny.digits(checkpoint__every="6 steps")
+    full = tmp_path / "full"
+    train(config, full, quiet=True)
+    expected = read_records(full / "metrics.jsonl")
+    for step in (6, 12):
+        workdir = tiny.cut(full, tmp_path / str(step), step)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        remaining = [line for line in lines if json.loads(line)["step"] <= step]
+        assert json.loads(remaining[-1])["kind"] == "eval"
+        (workdir / "metrics.jsonl").write_text("".join(remaining)[:-20])
+        capsys.readouterr()
+        train(config, workdir, quiet=True)
+        output = f"metrics.jsonl has lost the evaluation of update {step}, which is repeated"
+        assert output in tiny.unbroken(capsys.readouterr().err)
+        actual = read_records(workdir / "metrics.jsonl")
+        assert list(map(tiny.untimed, actual)) == list(map(tiny.untimed, expected))

@@ -1,4 +1,4 @@
-"""A run with schedule-free AdamW is evaluated, and handed on, at its averages."""
+"""A run with schedule-free AdamW evaluates its averaged weights and passes them on to other runs."""
 
 import pathlib
 from typing import Any
@@ -22,7 +22,7 @@ NUM_EXAMPLES = 100
 
 
 def config(**changes: Any) -> ConfigDict:
-    # The clip puts the optimizer's state inside a chain.
+    # Clipping puts the optimizer's state inside a chain.
     optimizer = ConfigDict(
         {
             "name": "schedule_free_adamw",
@@ -69,24 +69,24 @@ def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.P
     state, _ = tiny.restored(config(), workdir)
     averages = optim.evaluation_params(state.opt_state, state.params)
 
-    def same(found: Any, expected: Any) -> bool:
+    def same(actual: Any, expected: Any) -> bool:
         return all(
             np.allclose(a, b, rtol=1e-6, atol=1e-7)
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+            for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
         )
 
     assert same(open_weights(str(workdir), "--checkpoint").params(), averages)
     assert not same(state.params, averages)
-    for kept, expected in (("reset", averages), ("keep", state.params)):
-        changes = {"init_from": str(workdir), "init__optimizer_state": kept}
+    for state_option, expected in (("reset", averages), ("keep", state.params)):
+        changes = {"init_from": str(workdir), "init__optimizer_state": state_option}
         train(
             config(duration="1 steps", checkpoint__every="1 steps", **changes),
-            tmp_path / kept,
+            tmp_path / state_option,
             quiet=True,
         )
-        first = prepare(config(**changes), tmp_path / "other" / kept)
+        first = prepare(config(**changes), tmp_path / "other" / state_option)
         values = first.start.values(first.abstract_state)
-        found = {
+        actual = {
             path.removeprefix("params/"): value
             for path, value in values.items()
             if path.startswith("params/")
@@ -94,23 +94,23 @@ def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.P
         wanted = dict(
             zip(optim.parameters.leaf_paths(expected), jax.tree.leaves(expected), strict=True)
         )
-        assert found.keys() == wanted.keys()
-        assert all(np.allclose(found[path], wanted[path], rtol=1e-6, atol=1e-7) for path in found)
+        assert actual.keys() == wanted.keys()
+        assert all(np.allclose(actual[path], wanted[path], rtol=1e-6, atol=1e-7) for path in actual)
 
 
-def test_another_average_beside_its_own_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="config.ema.decay is 0.9, but the optimizer schedule_fr"):
+def test_a_second_average_is_rejected(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match="config.ema.decay=0.9 does not combine with the optimizer"):
         prepare(config(ema__decay=0.9), tmp_path)
 
 
 @pytest.mark.parametrize(
     "optimizer, message",
     [
-        ({"name": "adafactor"}, "config.optimizer: adafactor needs whole tensors"),
-        ({"name": "muon"}, "config.optimizer: muon needs whole matrices"),
+        ({"name": "adafactor"}, "config.optimizer: adafactor needs full tensors"),
+        ({"name": "muon"}, "config.optimizer: muon needs full matrices"),
     ],
 )
-def test_what_cannot_be_split_is_told_before_the_run(
+def test_unsplittable_tensors_are_rejected_before_the_run(
     optimizer: dict[str, Any], message: str, tmp_path: pathlib.Path
 ) -> None:
     changed = config(

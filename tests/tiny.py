@@ -1,13 +1,18 @@
-"""Small runs on the embedded digits, and what tests ask of a run's folder."""
+"""Small runs on the bundled digits data set, and helpers to examine a run's folder."""
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import itertools
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +23,16 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.cluster.preemption import Preemption
 from lamb_tpu.config import base_config
+from lamb_tpu.errors import Preempted
 from lamb_tpu.models.bert_rules import PARAMETERS_SCANNED
 from lamb_tpu.run.build import prepare
 from lamb_tpu.store.checkpoint import Checkpoints
+from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def recipe_file(path: pathlib.Path) -> ModuleType:
-    """The module of a config file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +40,7 @@ def recipe_file(path: pathlib.Path) -> ModuleType:
 
 
 def change(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """The config with keys such as 'eval.every' set, whatever their types; new keys are added."""
+    """Sets keys such as 'eval.every' in a config, whatever their types; new keys are added."""
     with config.unlocked(), config.ignore_type():
         for key, value in changes.items():
             *path, last = key.split(".")
@@ -46,9 +52,9 @@ def change(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
 
 
 def digits(**changes: Any) -> ConfigDict:
-    """12 updates at batch 64 of 256 examples, a checkpoint every 4, an evaluation every 6.
+    """Returns a config: 12 updates at batch 64, a checkpoint every 4 updates, an evaluation every 6.
 
-    A key of the keywords has '__' where the config has a dot.
+    The data has 256 examples. `changes` sets keys, with '__' in place of each dot.
     """
     config = base_config()
     config.model = ConfigDict({"name": "mlp", "hidden_sizes": (16,)})
@@ -73,12 +79,29 @@ def digits(**changes: Any) -> ConfigDict:
 
 
 def unbroken(text: str) -> str:
-    """Words of a text for the terminal with one space between, wherever its lines were broken."""
+    """Undoes line breaks: returns the words of a terminal text, separated by one space."""
     return " ".join(text.split())
 
 
+def has_ended(process: int, within: float) -> bool:
+    """Waits up to `within` seconds; returns whether the process has ended.
+
+    It need not be a child of this process. A zombie counts as ended.
+    """
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # a zombie: the parent has not read its status
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of metrics.jsonl without what was measured of time, in which no two runs agree."""
+    """Removes measured times, which differ between runs, from a record of metrics.jsonl."""
     measured = (
         "seconds",
         "seconds_with_startup",
@@ -90,7 +113,7 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def bert(**changes: Any) -> ConfigDict:
-    """A BERT of two layers on text that comes with Python, without dropout."""
+    """Returns a config of a two-layer BERT on text that comes with Python, without dropout."""
     config = digits(duration="2 steps", checkpoint__every="1 steps", eval__every="2 steps")
     config.batch_size = config.eval.batch_size = 8
     config.data.name, config.data.train_split = "python_docs", "train"
@@ -121,20 +144,20 @@ def bert(**changes: Any) -> ConfigDict:
 
 
 def text(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a small text of 30 words in the form of the Penn Treebank; returns its folder."""
+    """Writes a text with a vocabulary of 30 words in the format of the Penn Treebank; returns its folder."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in {"train": 90, "valid": 20, "test": 10}.items():
         words = rng.integers(29, size=(lines, 7)) * rng.integers(2, size=(lines, 1))
         rows = [" ".join(f"w{word}" for word in row) for row in words]
-        # Every word stands in the training text, whatever is drawn.
+        # The training text has every word, whatever words are drawn.
         rows += [" ".join(f"w{word}" for word in range(29))]
         (folder / f"ptb.{split}.txt").write_text("".join(f" {row} \n" for row in rows))
     return folder
 
 
 def words(folder: pathlib.Path | str, **changes: Any) -> ConfigDict:
-    """12 updates of a language model on `text`, 11 of them in the first epoch, by plain SGD."""
+    """Returns a config of a language model on `text`: 12 updates of plain SGD, 11 of them in epoch 1."""
     config = digits(eval__batch_size=4)
     config.batch_size = 8
     config.data.name, config.data.train_split, config.data.eval_split = "ptb", "train", "valid"
@@ -159,7 +182,7 @@ def words(folder: pathlib.Path | str, **changes: Any) -> ConfigDict:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    """Every leaf as a NumPy array by its path, random keys as their words."""
+    """Returns every leaf as a NumPy array by its path, with random keys as their words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path): np.asarray(
@@ -171,25 +194,23 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    """Both trees hold the same arrays, bit for bit."""
-    found, expected = arrays(found), arrays(expected)
-    assert found.keys() == expected.keys()
+def assert_equal(actual: Any, expected: Any) -> None:
+    actual, expected = arrays(actual), arrays(expected)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 def restored(config: ConfigDict, workdir: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """State and data position of the newest checkpoint."""
     run = prepare(config, workdir)
     with Checkpoints(run.folder.checkpoints, config.checkpoint.keep, writes=False) as checkpoints:
         return checkpoints.restore(checkpoints.steps()[-1], run.abstract_state)
 
 
 def save(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """A run's folder without its training: two checkpoints, of random weights."""
+    """Makes a run's folder without training: two checkpoints of random weights."""
     run, rng = prepare(config, workdir), np.random.default_rng(0)
-    run.folder.write_receipt(config, run.leaves.table(), {}, run.train_set)
+    run.folder.write_receipt(run.spec, run.leaves.table(), {}, run.train_set)
     state = run.first_state()
     with Checkpoints(run.folder.checkpoints, 2) as checkpoints:
         for step in (1, 2):
@@ -201,8 +222,24 @@ def save(config: ConfigDict, workdir: pathlib.Path) -> None:
             checkpoints.save(step, state.replace(**saved), {})
 
 
+def cut(workdir: pathlib.Path, folder: pathlib.Path, last: int) -> pathlib.Path:
+    """Copies a run without the checkpoints after update `last`."""
+    copy = pathlib.Path(shutil.copytree(workdir, folder))
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name) > last:
+            shutil.rmtree(path)
+    return copy
+
+
+def same_state(config: ConfigDict, workdir: pathlib.Path, other: pathlib.Path) -> Any:
+    """Compares the newest checkpoints of two runs bit for bit; returns the state of the first."""
+    (actual, position), (expected, wanted) = (restored(config, each) for each in (workdir, other))
+    assert_equal(actual, expected)
+    assert position["loader"] == wanted["loader"]
+    return actual
+
+
 def fingerprint(folder: pathlib.Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -210,38 +247,81 @@ def fingerprint(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
+def _environment(devices: int) -> dict[str, str]:
+    return {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
 def start(module: str, *arguments: str, devices: int = 1) -> subprocess.Popen:
-    """A command line of the project, in a process of its own."""
-    environment = {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=environment,
+        env=_environment(devices),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
 
 
-def command(module: str, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
-    """Runs a command line of the project to its end."""
-    process = start(module, *arguments, devices=devices)
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def command(
+    module: str, *arguments: str, devices: int = 1, fresh: bool = False
+) -> subprocess.CompletedProcess:
+    """Runs a command line of the project to its end.
+
+    Args:
+      module: module of the command.
+      arguments: arguments of the command.
+      devices: number of simulated CPU devices.
+      fresh: use a new Python process, not a fork of a process that has imported the package.
+    """
+    line, seconds = [module, *arguments], 300
+    done = None if fresh else commands.run(line, _environment(devices), seconds)
+    if done is not None:
+        out, err = (io.StringIO(done[name], None).read() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(line, done["status"], out, err)
+    process = start(*line, devices=devices)
+    out, err = process.communicate(timeout=seconds)
+    return subprocess.CompletedProcess(line, process.returncode, out, err)
+
+
+def succeed(module: str, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess:
+    """Runs a command line that must succeed."""
+    done = command(module, *arguments, devices=devices)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def launched(processes: int, devices: int, *arguments: str) -> subprocess.CompletedProcess:
+    """Trains in several processes on this machine."""
+    shape = (f"--processes={processes}", f"--devices-per-process={devices}")
+    return succeed("lamb_tpu.launch", "local", *shape, "--", *arguments)
+
+
+def recipe(folder: pathlib.Path, value: str = "tiny.digits()", module: str = "tests.tiny") -> str:
+    """Writes a config file that returns `value`, code that may use `module`; returns its --config flag."""
+    package, _, name = module.rpartition(".")
+    (folder / "recipe.py").write_text(
+        f"from {package} import {name}\ndef get_config(argument=None):\n    return {value}\n"
+    )
+    return f"--config={folder / 'recipe.py'}"
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    """Runs code as a user would: without the JAX and TPU settings of the tests."""
+    """Runs code as a user would, without the JAX and TPU settings of the tests."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
     }
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
 def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """SIGTERM comes just before the `number`th poll from now on."""
+    """Sends SIGTERM just before the `number`th poll from now on."""
     poll, numbers = Preemption.poll, itertools.count(1)
 
     def signalled(self: Preemption) -> None:
@@ -250,3 +330,11 @@ def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         poll(self)
 
     monkeypatch.setattr(Preemption, "poll", signalled)
+
+
+@contextlib.contextmanager
+def preempted_at(number: int, match: str = "") -> Iterator[None]:
+    """Expects SIGTERM, just before the `number`th poll, to end the block."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted, match=match):
+        preempt_at(patch, number)
+        yield

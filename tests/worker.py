@@ -1,6 +1,6 @@
 """The program of the launcher's tests: `python -m tests.worker MODE FOLDER`.
 
-Each writes its number into FOLDER, to be looked for afterwards.
+Each process writes its id into FOLDER, so that a test can check whether it has ended.
 """
 
 import os
@@ -16,12 +16,11 @@ WATCHDOG_SECONDS = 2.0
 
 
 def sleep() -> None:
-    """Longer than any test waits."""
     time.sleep(600)
 
 
 def fail() -> None:
-    """Process 1 fails while the others sleep, each with a process of its own."""
+    """Process 1 fails while the other processes sleep; each process has a child."""
     child = subprocess.Popen(["sleep", "600"])
     announce(child.pid)
     if INDEX == 1:
@@ -31,7 +30,7 @@ def fail() -> None:
 
 
 def abort() -> None:
-    """Process 1 is aborted as JAX does it, with what it then prints."""
+    """Process 1 is aborted with the output of JAX's abort."""
     if INDEX == 1:
         print("the reason\n*** Check failure stack trace: ***\n    @ 0x1 function", flush=True)
         os.abort()
@@ -47,12 +46,11 @@ def preempted() -> None:
 
 
 def fail_at_the_end() -> None:
-    """Process 0 has saved and ends; process 1 fails."""
     sys.exit(3 if INDEX == 1 else os.EX_TEMPFAIL)
 
 
 def stubborn() -> None:
-    """Process 0 listens to no signal but SIGKILL; process 1 fails when that is so."""
+    """Process 0 ignores all signals but SIGKILL; then process 1 fails."""
     if INDEX == 1:
         while not any(folder.iterdir()):
             time.sleep(0.01)
@@ -61,7 +59,6 @@ def stubborn() -> None:
 
 
 def deaf() -> None:
-    """Listens to no signal but SIGKILL."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     announce(os.getpid())
@@ -69,7 +66,7 @@ def deaf() -> None:
 
 
 def save() -> None:
-    """Takes a second after a signal, as a save would, and ends with a status of its own."""
+    """Takes a second after a signal, like a save; ends with the status 40 + the signal's number."""
 
     def receive(number: int, frame: object) -> None:
         time.sleep(1)
@@ -83,7 +80,7 @@ def save() -> None:
 
 
 def total() -> float:
-    """A sum over the devices of all processes: each gives 1 more than its process' number."""
+    """Returns the sum over all processes' devices; a device's value is its process index plus 1."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -97,14 +94,13 @@ def total() -> float:
 
 
 def join() -> None:
-    """Meets the others."""
     from lamb_tpu.cluster import distributed
 
     distributed.initialize(heartbeat_seconds=HEARTBEAT_SECONDS)
 
 
 def all_reduce() -> None:
-    """Says what the processes sum up to."""
+    """Prints the sum over the devices of all processes."""
     join()
     import jax
 
@@ -133,7 +129,7 @@ def stop() -> None:
 
 
 def stop_in_a_sentence() -> None:
-    """Runs the same with the output of process 0 relayed."""
+    """Like `stop`, but with `distributed.relay_stderr`."""
     join()
     from lamb_tpu.cluster import distributed
 
@@ -145,7 +141,7 @@ def stop_in_a_sentence() -> None:
 
 
 def hang() -> None:
-    """Process 1 hangs in something of its own."""
+    """Process 1 hangs outside of collectives."""
     join()
     from lamb_tpu.cluster import distributed
 
@@ -158,13 +154,13 @@ def hang() -> None:
 
 
 def announce(pid: int) -> None:
-    """Writes down a process that must be gone afterwards."""
+    """Writes the id of a process that must be gone later."""
     (folder / str(pid)).touch()
 
 
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[2])
     mode = globals()[sys.argv[1]]
-    if sys.argv[1] not in ("deaf", "stubborn", "save"):  # they are ready a little later
+    if sys.argv[1] not in ("deaf", "stubborn", "save"):  # these modes announce the process later
         announce(os.getpid())
     mode()

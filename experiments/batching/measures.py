@@ -1,14 +1,14 @@
-"""Draws three measures of the batch over one run: noise scale, cosine of halves, critical batch.
+"""Plots three measures over a run: noise scale, cosine of half-batch gradients, critical batch.
 
   python -m experiments.batching.measures --workdir=runs/measures --write
 
-A small BERT is trained on the text that comes with Python, so nothing is downloaded. The run
-records the noise scale and SimiGrad's cosine of two half gradients. From its checkpoints branches
-at several batches then measure the critical batch. That takes about 20 minutes on two cores. A
-command that was broken off goes on where it stopped.
+The run trains a small BERT on the text that comes with Python, so nothing is downloaded. It records
+the noise scale and SimiGrad's cosine between the gradients of two half batches. Branches from its
+checkpoints at several batch sizes then measure the critical batch. All of this takes about 20
+minutes on two cores. If the command is interrupted, start it again: it resumes.
 
-With --write the record, the picture and the page beside this file are made from the run; without
---workdir they are made again from the record.
+With --write, the command also writes the record, the figure and the page beside this file. Without
+--workdir, the figure and the page are made from the committed record.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from lamb_tpu import cli, style, terminal
-from lamb_tpu.critical_batch.choices import Request
+from lamb_tpu.critical_batch.choices import StudyRequest
 from lamb_tpu.critical_batch.measuring import Outcome, measure
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import buckets, writing
-from lamb_tpu.reproduce.jobs import Stage
+from lamb_tpu.files import writing
+from lamb_tpu.reproduce.jobs import JobStage
 from lamb_tpu.reproduce.results import machine
 from lamb_tpu.store import runs
 from lamb_tpu.train import train
@@ -38,10 +38,10 @@ RECIPE = "bert_pretrain:smoke,phase=1"
 
 
 class Scale(NamedTuple):
-    """The keys that the run changes, and the branches from it."""
+    """The run's changes to the config, and the settings of its branches."""
 
     overrides: Mapping[str, Any]
-    request: Request
+    request: StudyRequest
 
 
 _OVERRIDES = {
@@ -62,7 +62,7 @@ SCALES = {
             "log.every": "10 steps",
             "checkpoint.keep_every": "5 percent",
         },
-        Request(
+        StudyRequest(
             "5, 20, 50, 85 percent",
             factors="1,2,4,8",
             span="8 percent",
@@ -80,28 +80,30 @@ SCALES = {
             "log.every": "2 steps",
             "checkpoint.keep_every": "5 steps",
         },
-        Request("5, 15 steps", factors="1,2", span="8 steps", split="train", metric="mlm_loss"),
+        StudyRequest(
+            "5, 15 steps", factors="1,2", span="8 steps", split="train", metric="mlm_loss"
+        ),
     ),
 }
 
 
 def make(workdir: str, scale: str) -> dict[str, Any]:
-    """Trains the run and its branches as far as they are missing, and returns their record.
+    """Trains the missing updates of the run and the missing branches, and returns their record.
 
     Args:
       workdir: folder of the run.
       scale: one of `SCALES`.
 
     Raises:
-      UserError: the folder has another run.
+      UserError: the folder holds a different run.
     """
     overrides, request = SCALES[scale]
-    train(Stage(RECIPE, overrides).config(), workdir, quiet=True)
+    train(JobStage(RECIPE, overrides).config(), workdir, quiet=True)
     return record(workdir, measure(None, workdir, request))
 
 
 def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
-    """Returns what the page tells of a run and its branches."""
+    """Returns the page's data about a run and its branches."""
     run, study = runs.read(workdir), outcome.study
     trained = [each for each in run.records("train") if "noise_scale" in each]
     receipt, recipe = run.receipt(), outcome.run.recipe
@@ -122,7 +124,7 @@ def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
         "metric": study.metric,
         "decay": run.config["statistics.decay"],
         "step": [each["step"] for each in trained],
-        # JSON has no infinity: such a noise scale is text there.
+        # The metrics file stores an infinite noise scale as text, because JSON has no infinity.
         "noise_scale": [_number(each["noise_scale"]) for each in trained],
         "cosine": [_number(each["similarity"]) for each in trained],
         "places": [
@@ -140,25 +142,25 @@ def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def _number(value: float | str) -> float | None:
-    """Returns five digits of a number; None for one that is not finite."""
+    """Rounds a number to five digits; returns None if it is not finite."""
     number = float(value)
     return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Returns the mean of each value and its neighbours, `WINDOW` together, fewer at the ends."""
+    """Returns moving means of `WINDOW` values, or of fewer values at the ends."""
     half, means = WINDOW // 2, list[float | None]()
-    for place in range(len(values)):
-        near = [x for x in values[max(0, place - half) : place + half + 1] if x is not None]
+    for position in range(len(values)):
+        near = [x for x in values[max(0, position - half) : position + half + 1] if x is not None]
         means.append(statistics.fmean(near) if near else None)
     return means
 
 
 def implied(cosine: float | None, batch: int) -> float | None:
-    r"""Returns the noise scale that a cosine of two half gradients says, in examples.
+    r"""Returns the noise scale, in examples, that the cosine of two half-batch gradients implies.
 
-    Halves of b examples with a gradient g and noise of the trace S have a cosine of about
-    :math:`|g|^2 / (|g|^2 + S / b)`, so that :math:`S / |g|^2 = b (1 / cos - 1)`. None where the
+    Halves of b examples, with a gradient g and noise of trace S, have a cosine of about
+    :math:`|g|^2 / (|g|^2 + S / b)`, so that :math:`S / |g|^2 = b (1 / cos - 1)`. Returns None if the
     cosine is missing or not above 0.
 
     >>> implied(0.5, 32)
@@ -167,28 +169,28 @@ def implied(cosine: float | None, batch: int) -> float | None:
     return None if cosine is None or cosine <= 0 else batch / 2 * (1 / cosine - 1)
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Returns the measures at each place as Markdown."""
-    batch, means = found["batch"], smooth(found["cosine"])
-    larger = [factor * batch for factor in found["factors"][1:]]
+def table(study: Mapping[str, Any]) -> str:
+    """Returns a Markdown table of the measures at each recorded update."""
+    batch, means = study["batch"], smooth(study["cosine"])
+    larger = [factor * batch for factor in study["factors"][1:]]
     lines = [
-        "| update | critical batch | crossing | noise scale | cosine | noise scale by the cosine |"
+        "| update | critical batch | crossing | noise scale | cosine | noise scale from the cosine |"
         + "".join(f" excess at {size:,}, % |" for size in larger),
         "|" + "--:|" * (6 + len(larger)),
     ]
-    for place in found["places"]:
-        steps = found["step"]
-        near = min(range(len(steps)), key=lambda index: abs(steps[index] - place["step"]))
-        cosine, noise = means[near], found["noise_scale"][near]
+    for position in study["places"]:
+        steps = study["step"]
+        near = min(range(len(steps)), key=lambda index: abs(steps[index] - position["step"]))
+        cosine, noise = means[near], study["noise_scale"][near]
         cells = [
-            f"{place['step']:,}",
-            f"{place['critical']:,}{'' if place['beyond'] else ' or more'}",
-            _shown(place["crossing"], ",.0f") if place["beyond"] else "",
+            f"{position['step']:,}",
+            f"{position['critical']:,}{'' if position['beyond'] else ' or more'}",
+            _shown(position["crossing"], ",.0f") if position["beyond"] else "",
             _shown(noise, ",.0f"),
             _shown(cosine, ".3f"),
             _shown(implied(cosine, batch), ",.0f"),
         ]
-        for mean, error in zip(place["excess"][1:], place["error"][1:], strict=True):
+        for mean, error in zip(position["excess"][1:], position["error"][1:], strict=True):
             width = "" if error is None else f" ± {100 * error:.1f}"
             cells.append("diverged" if mean is None else f"{100 * mean:+.1f}{width}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -199,33 +201,34 @@ def _shown(value: float | None, form: str) -> str:
     return "none" if value is None else format(value, form)
 
 
-def picture(found: Mapping[str, Any]) -> Figure:
-    """Plots the batches that the measures say over training, and below them the cosine."""
-    figure = style.figure(8.5, 6.4)
+def draw(study: Mapping[str, Any]) -> Figure:
+    """Plots the batch sizes that the measures give over training, and the cosine below them."""
+    figure = style.figure(style.WIDTH, 6.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    steps, means, batch = found["step"], smooth(found["cosine"]), found["batch"]
-    critical, noise, cosine = style.OPTIMIZERS["lamb"].color, style.COLORS[2], style.COLORS[1]
-    upper.plot(steps, _gaps(found["noise_scale"]), color=noise, linewidth=1.2, label="noise scale")
+    steps, means, batch = study["step"], smooth(study["cosine"]), study["batch"]
+    critical, noise, cosine = style.COLORS[0], style.COLORS[2], style.COLORS[1]
+    upper.plot(steps, _gaps(study["noise_scale"]), color=noise, linewidth=1.2, label="noise scale")
     upper.plot(
         steps,
         _gaps([implied(mean, batch) for mean in means]),
         color=cosine,
         linewidth=1.2,
+        linestyle="-.",
         label="noise scale by the mean cosine",
     )
-    places = [place for place in found["places"] if place["crossing"] is not None]
+    positions = [position for position in study["places"] if position["crossing"] is not None]
     upper.plot(
-        [place["step"] for place in places],
-        [place["crossing"] for place in places],
+        [position["step"] for position in positions],
+        [position["crossing"] for position in positions],
         marker="o",
         color=critical,
         label="critical batch, by branches",
     )
-    least = [place for place in places if not place["beyond"]]
+    least = [position for position in positions if not position["beyond"]]
     if least:
         upper.plot(
-            [place["step"] for place in least],
-            [place["crossing"] for place in least],
+            [position["step"] for position in least],
+            [position["crossing"] for position in least],
             marker="^",
             markersize=10,
             linestyle="none",
@@ -236,8 +239,8 @@ def picture(found: Mapping[str, Any]) -> Figure:
     upper.set_yscale("log", base=2)
     style.dress(upper, "noise scale, cosine and critical batch over a run", "", "batch (examples)")
     upper.yaxis.set_major_formatter("{x:,g}")
-    upper.legend(fontsize=8)
-    lower.plot(steps, _gaps(found["cosine"]), color=cosine, linewidth=0.8, alpha=0.4)
+    style.legend_below(figure, [upper])
+    lower.plot(steps, _gaps(study["cosine"]), color=cosine, linewidth=0.8, alpha=0.4)
     lower.plot(steps, _gaps(means), color=cosine, linewidth=1.4)
     lower.axhline(0, color=style.NEUTRAL, linestyle="--", linewidth=1)
     style.dress(lower, "", "completed updates", "cosine of two halves")
@@ -246,51 +249,55 @@ def picture(found: Mapping[str, Any]) -> Figure:
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
-    """A line has a gap where there is no value, or none that a logarithm has."""
+    """Replaces missing values by NaN, so that the line has a gap."""
     return [math.nan if value is None else value for value in values]
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(study: Mapping[str, Any]) -> str:
     """Returns the Markdown page of the record."""
-    made_by = machine(found)
+    made_by = machine(study)
     return f"""# Noise scale, SimiGrad's cosine and the critical batch over one run
 
-A BERT of two layers on the text that comes with Python, LAMB, {found["updates"]:,} updates of
-{found["batch"]} examples, of which an epoch has {found["examples"]:,}. The critical batch is the
-largest at which branches of {found["span"]:,} examples, {found["seeds"]} seeds each, end at most
-{100 * found["tolerance"]:g} % above the loss of the run's own batch ({found["metric"]} on
-{found["split"]}); their rate follows the batch by the rule '{found["scaling"]}'. The noise scale is
-the ratio of averages over updates with a decay of {found["decay"]}. The cosine is of the gradients
-of two halves of a batch, the mean of {WINDOW} records; with halves of b examples it says a noise
-scale of b (1 / cosine - 1). One run, seed 0. Made by: {made_by}.
+A two-layer BERT is trained with LAMB on the text that comes with Python, for {study["updates"]:,} updates
+of {study["batch"]} examples; an epoch has {study["examples"]:,} examples. To measure the critical batch at
+a listed update, branches of {study["span"]:,} examples, {study["seeds"]} seeds each, continue the run at
+several batch sizes. The critical batch is the largest batch size up to which the loss of the branches
+({study["metric"]} on {study["split"]}) is at most
+{100 * study["tolerance"]:g} % above the loss at the run's batch. The rule '{study["scaling"]}' scales the
+learning rate of a branch. The noise scale is a ratio of two
+exponential moving averages over updates, with a decay of {study["decay"]}. The cosine is that between the
+gradients of a batch's two halves, averaged over {WINDOW} records. With halves of b examples, it implies a
+noise scale of b (1 / cosine - 1) examples. `crossing` is the batch size, interpolated, at which the loss
+exceeds the tolerance; `excess` is how far the loss at a batch is above the loss at the run's batch, with the
+standard error over the seeds. There is one run, with seed 0. Made
+by: {made_by}.
 
 ![The three measures over training](measures.svg)
 
-{table(found)}
+{table(study)}
 Command: `python -m experiments.batching.measures --workdir=runs/measures --write`. Curves:
 measures.json.
 """
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints the table and draws the picture; with --write also writes the page and the record."""
+    """Prints the table and draws the figure; with --write also writes the page and the record."""
     if options.write and options.scale != "small":
-        raise UserError(f"--write keeps a run of --scale=small, not of {options.scale!r}")
+        raise UserError("--scale", options.scale, "cannot be written", "use small with --write")
     output = RECORD.with_suffix(".svg") if options.write else options.output
-    path = buckets.local(output, "--output")
-    style.check_picture(path, "--output", ".svg")
+    path = style.figure_path(output, "--output", ".svg")
     if options.workdir:
-        found = make(options.workdir, options.scale)
+        study = make(options.workdir, options.scale)
     elif RECORD.exists():
-        found = json.loads(RECORD.read_text())
+        study = json.loads(RECORD.read_text())
     else:
-        raise UserError(f"--workdir is missing, and there is no record {RECORD} yet")
-    with writing.checked(path, "--output"):
-        writing.write(path, style.svg(picture(found)).encode())
-        if options.write:
-            writing.write(RECORD, (json.dumps(found, indent=1) + "\n").encode())
-            writing.write(RECORD.with_suffix(".md"), page(found).encode())
-    print(f"{table(found)}\n{path}")
+        problem = f"is missing, and there is no record {RECORD} yet"
+        raise UserError("--workdir", problem=problem, remedy="give a folder for the run")
+    writing.replace(path, style.svg(draw(study)), "--output")
+    if options.write:
+        writing.replace(RECORD, json.dumps(study, indent=1) + "\n", "--write")
+        writing.replace(RECORD.with_suffix(".md"), page(study), "--write")
+    print(f"{table(study)}\n{path}")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -299,28 +306,28 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workdir", metavar="DIR", help="folder of the run, made where missing")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the run; created if missing")
     parser.add_argument(
         "--scale",
         default="small",
         choices=tuple(SCALES),
-        help="size of the run (default: %(default)s); smoke tries out the command",
+        help="size of the run (default: %(default)s); smoke tests the command",
     )
     parser.add_argument(
         "--output",
         default="measures.svg",
         metavar="FILE.svg",
-        help="the picture (default: %(default)s)",
+        help="the figure (default: %(default)s)",
     )
     parser.add_argument(
         "--write",
         action="store_true",
-        help="write record, picture and page beside this file instead",
+        help="write record, figure and page beside this file instead",
     )
     return parser.parse_all(arguments)
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    del sys.argv[1:]  # the flags of absl, of which there are none here
+    del sys.argv[1:]  # absl would parse these flags again, and would reject them
     cli.run_main(lambda: main(_parse(given)))

@@ -1,1 +1,1 @@
-"""Benchmarks: times, traffic and memory, not results of training runs, so not in tables."""
+"""Benchmarks of time, traffic and memory; training results are in the tables instead."""

@@ -1,11 +1,11 @@
-"""Start-up of several processes with and without the comparison of their code, config and data.
+"""Start-up time of several processes that compare, or do not compare, their code, config and data.
 
   python -m experiments.bench.agreement --write
 
-The recipe digits starts in three processes on this machine, which talk over loopback: from the
-start of the processes to the end of the first update. Starts with the comparison alternate with
-starts without it. The time in the comparison is that of process 0, which waits for the slowest.
-CPU seconds are those of all processes; unlike the time, they hardly depend on what else runs.
+The recipe digits starts in three processes on this machine, which communicate over loopback. The measured
+time is from the start of the processes to the end of the first update. Starts with and without
+the comparison alternate. The time of the comparison is measured in process 0, which waits for the
+slowest process. CPU seconds are summed over the processes; other load hardly changes them.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from absl import flags
 from configs.digits import get_config
 from experiments.bench.text_throughput import processor
 from lamb_tpu import cli
-from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster import children, distributed
 from lamb_tpu.cluster.host import num_cores
 from lamb_tpu.data import TrainLoader
 from lamb_tpu.run import identity
@@ -37,15 +37,15 @@ ARMS = ("with", "without")
 
 
 @contextlib.contextmanager
-def timed(found: list[float], compares: bool) -> Iterator[None]:
-    """Appends the time of each comparison in the block to `found`, or leaves comparisons out."""
+def timed(seconds: list[float], compares: bool) -> Iterator[None]:
+    """Appends the time of each comparison in the block to `seconds`, or skips comparisons."""
 
     def around(function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             began = time.monotonic()
             if compares:
                 function(*arguments)
-            found.append(time.monotonic() - began)
+            seconds.append(time.monotonic() - began)
 
         return call
 
@@ -60,11 +60,11 @@ def timed(found: list[float], compares: bool) -> Iterator[None]:
 
 
 def start(spawned: float, compares: bool) -> dict[str, float]:
-    """Returns the seconds to the end of the first update, and those of the comparisons.
+    """Returns the seconds to the end of the first update, the CPU seconds, and the seconds of comparing.
 
     Args:
       spawned: `time.time()` when the processes were started.
-      compares: whether the processes compare what they were started with.
+      compares: whether the processes compare their code, config and data.
     """
     distributed.initialize()
     seconds: list[float] = []
@@ -73,7 +73,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
     with timed(seconds, compares):
         identity.check_start(config, None)
         run = prepare(config, None)
-    distributed.agree(None)  # as the trainer does, with or without a comparison
+    distributed.agree(None)  # the trainer does the same, with or without a comparison
     loader = TrainLoader(run.train_set, run.recipe.batch_size, config.seed, run.local_rows())
     step = run.make_train_step()
     jax.block_until_ready(step(run.first_state(), run.shard_batch(next(loader))))
@@ -86,7 +86,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
 
 
 def measure(arm: str, processes: int) -> dict[str, float]:
-    """Returns what `start` does in process 0 of several new ones, with the CPU time of all."""
+    """Returns the result of `start` in process 0 of several new processes, and the CPU time of all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,25 +110,26 @@ def measure(arm: str, processes: int) -> dict[str, float]:
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                preexec_fn=children.following(),
             )
         )
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"a process ended with {[p.returncode for p in started]}")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return {**found[0], "cpu": sum(each["cpu"] for each in found)}
+    reports = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {**reports[0], "cpu": sum(each["cpu"] for each in reports)}
 
 
-def page(found: dict[str, list[dict[str, float]]], processes: int) -> str:
-    """Returns the page of the starts of each arm."""
-    totals = {arm: [each["all"] for each in found[arm]] for arm in ARMS}
-    work = {arm: [each["cpu"] for each in found[arm]] for arm in ARMS}
+def page(results: dict[str, list[dict[str, float]]], processes: int) -> str:
+    """Returns the page; `results` has the starts of each arm."""
+    totals = {arm: [each["all"] for each in results[arm]] for arm in ARMS}
+    work = {arm: [each["cpu"] for each in results[arm]] for arm in ARMS}
     ratios, work_ratios = (
         [a / b for a, b in zip(both["with"], both["without"], strict=True)]
         for both in (totals, work)
     )
-    parts = {
-        key: statistics.median(each[key] for each in found["with"]) for key in ("start", "data")
+    medians = {
+        key: statistics.median(each[key] for each in results["with"]) for key in ("start", "data")
     }
     return "\n".join(
         [
@@ -137,15 +138,15 @@ def page(found: dict[str, list[dict[str, float]]], processes: int) -> str:
             f"{num_cores()} cores.",
             "Command: `python -m experiments.bench.agreement --write`",
             "",
-            "| processes compare | to the first update | CPU seconds | of the time, code and config "
-            "| data |",
+            "| processes compare | first update after, s | CPU, s | comparing code and config, s | "
+            "comparing data, s |",
             "|---|--:|--:|--:|--:|",
-            f"| yes | {_spread(totals['with'])} | {_spread(work['with'])} | {parts['start']:.3f} "
-            f"| {parts['data']:.3f} |",
+            f"| yes | {_spread(totals['with'])} | {_spread(work['with'])} | {medians['start']:.3f} "
+            f"| {medians['data']:.3f} |",
             f"| no | {_spread(totals['without'])} | {_spread(work['without'])} | | |",
             "",
-            "Ratio of a start with the comparison to one without it in the same round: "
-            f"{_spread(ratios)}; of CPU seconds: {_spread(work_ratios)}.",
+            "Time to the first update with the comparison, divided by the time without the comparison in the "
+            f"same round: {_spread(ratios)}. Ratio of the CPU seconds: {_spread(work_ratios)}.",
             "",
         ]
     )
@@ -156,26 +157,26 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measures both arms in turn, prints the page and writes it if asked."""
+    """Measures both arms alternately, prints the page, and writes it with --write."""
     values = flags.FLAGS
     if values.arm:
         print(json.dumps(start(values.spawned, values.arm == "with")), flush=True)
         return
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for number in range(values.rounds):
-        # Either arm is first in every second round.
+        # The arms swap their order in every second round.
         for arm in ARMS if number % 2 else reversed(ARMS):
-            found[arm].append(measure(arm, values.processes))
-    text = page(found, values.processes)
+            results[arm].append(measure(arm, values.processes))
+    text = page(results, values.processes)
     print(text)
     if values.write:
         pathlib.Path(__file__).with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 7, "Starts of each arm.")
-    flags.DEFINE_integer("processes", 3, "Processes of a start.")
+    flags.DEFINE_integer("rounds", 7, "Starts in each arm.")
+    flags.DEFINE_integer("processes", 3, "Processes per start.")
     flags.DEFINE_bool("write", False, "Whether to write agreement.md beside this file.")
-    flags.DEFINE_enum("arm", None, ARMS, "For the program itself: one start in this process.")
-    flags.DEFINE_float("spawned", 0.0, "For the program itself: the time of its start.")
+    flags.DEFINE_enum("arm", None, ARMS, "Internal: one start in this process.")
+    flags.DEFINE_float("spawned", 0.0, "Internal: time.time() at the start of the processes.")
     cli.run_main(main)

@@ -1,4 +1,4 @@
-"""Common parts of the update's benchmarks: BERT's parameters, the compiled update, targets."""
+"""Shared code of the update benchmarks: BERT's parameters, the compiled update, and targets."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ STACKED = [("^layers/", {"layer_axes": (0,)}), ("", {})]
 
 
 class Target(NamedTuple):
-    """A figure to be reached by one row of a table."""
+    """A target for one row of a table."""
 
     row: str
     quantity: str
     limit: float
     reached: float
-    digits: int  # digits after the point, of both numbers
-    obstacle: str  # known reason, printed if the target is missed
+    digits: int  # decimals of `limit` and `reached`
+    obstacle: str  # known reason, printed if the row misses the target
 
 
 def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
-    """Returns the shapes of BERT's parameters: a leaf for each matrix, or one for all layers'.
+    """Returns the shapes of BERT's parameters, with a leaf per layer or, if `stacked`, over all layers.
 
-    24 layers of width 1,024 are BERT-Large: 336 M parameters in 398 leaves, or in 30.
+    BERT-Large has 24 layers of width 1,024: 336 M parameters in 398 leaves, or in 30 if stacked.
     """
     hidden, vocabulary = 4 * width, 30_522
 
@@ -56,7 +56,7 @@ def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
 
 
 def leaf_shapes(num_layers: int, width: int, stacked: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of all leaves."""
+    """Returns the shapes of all leaves."""
     return jax.tree.leaves(bert_shapes(num_layers, width, stacked), is_leaf=_is_shape)
 
 
@@ -72,9 +72,9 @@ def compile_update(
     stacked: bool,
     device: jax.Device | None = None,
 ) -> Any:
-    """Compiles `(params, state, grads) -> (params, state)` in float32; donates the first two.
+    """Compiles `(params, state, grads) -> (params, state)` in float32; donates `params` and `state`.
 
-    A training step does the same with a transform: `tx.update`, then `optax.apply_updates`.
+    Like a training step, it calls `tx.update`, then `optax.apply_updates`.
     """
 
     def update(params, state, grads):
@@ -95,11 +95,11 @@ def compile_update(
 
 
 def target_table(targets: Sequence[Target]) -> str:
-    """The targets as Markdown, with the obstacle where one is missed."""
-    lines = ["| target | at most | reached | |", "|---|---|---|---|"]
+    """Returns the targets as Markdown, with the obstacle of each missed target."""
+    lines = ["| target | at most | reached | result |", "|---|---|---|---|"]
     for target in targets:
         limit, reached = (f"{value:.{target.digits}f}" for value in (target.limit, target.reached))
-        # Compared as printed: a limit of 13.45 is one of 13.45 with its two digits.
+        # Compare the printed, rounded numbers: 13.454 meets a limit of 13.45.
         verdict = "met" if float(reached) <= float(limit) else f"missed: {target.obstacle}"
         lines.append(f"| {target.row}: {target.quantity} | {limit} | {reached} | {verdict} |")
     return "\n".join(lines) + "\n"

@@ -1,11 +1,11 @@
-"""Time of a convolution on a CPU: ours, in the forms that XLA computes fast, beside JAX's own.
+"""Time of a convolution on a CPU: JAX's, and ours, which is rewritten into forms that XLA runs fast.
 
   python -m experiments.bench.convolution --write
 
-Times value and gradients of one layer as its network has it, float32, alone and as the body of a
-loop, as it is when a batch comes in microbatches; with the compiler's options of a run. Both take
-turns in one process, so that what else the machine does falls on both; read the ratios and not the
-milliseconds.
+Times the value and gradients of one layer at the size that its network uses, in float32: alone, and
+inside a loop, as for a batch that is split into microbatches. It uses the compiler options of a
+run. Both implementations alternate in one process, so that other load affects both. Read the
+ratios, not the milliseconds.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax import lax
 
 from lamb_tpu import cli
 from lamb_tpu.cluster.host import num_cores, processor
-from lamb_tpu.models.convolution import convolve
+from lamb_tpu.kernels.convolution import convolve
 from lamb_tpu.parallel.compiling import compiler_options
 
 
@@ -45,15 +45,31 @@ LAYERS = (
     Layer("ResNet-50, 3x3 of stage 2", 9, 128, 128, 3, 1),
     Layer("ResNet-50, 1x1 of stage 1", 18, 64, 256, 1, 1),
     Layer("ResNet-18, 3x3 of stage 4", 2, 512, 512, 3, 1),
-    Layer("EfficientNet-B0, depthwise of stage 2", 36, 96, 96, 3, 2, True),
-    Layer("EfficientNet-B0, depthwise of stage 6", 3, 1152, 1152, 5, 1, True),
+    Layer(
+        name="EfficientNet-B0, depthwise of stage 2",
+        pixels=36,
+        channels=96,
+        outputs=96,
+        kernel=3,
+        stride=2,
+        depthwise=True,
+    ),
+    Layer(
+        name="EfficientNet-B0, depthwise of stage 6",
+        pixels=3,
+        channels=1152,
+        outputs=1152,
+        kernel=5,
+        stride=1,
+        depthwise=True,
+    ),
 )
 
 
 def gradients(
     convolution: Callable[..., jax.Array], layer: Layer, x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the sum of squares, for input and kernel."""
+    """Returns the gradients of the sum of squared outputs with respect to input and kernel."""
 
     def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
         groups = layer.channels if layer.depthwise else 1
@@ -75,7 +91,7 @@ def gradients(
 def in_a_loop(
     function: Callable[..., Any], x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel's gradient and that of the input, by a loop over one microbatch."""
+    """Returns the gradients with respect to kernel and input, from a loop over one microbatch."""
 
     def body(total: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_x, of_kernel = function(x, kernel)
@@ -85,7 +101,7 @@ def in_a_loop(
 
 
 def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], float]:
-    """Median seconds by (whose, whether in a loop)."""
+    """Returns the median seconds by (implementation, whether in a loop)."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (batch, layer.pixels, layer.pixels, layer.channels))
     inputs = 1 if layer.depthwise else layer.channels
@@ -95,9 +111,9 @@ def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], flo
     for whose, convolution in (("jax", lax.conv_general_dilated), ("ours", convolve)):
         function = functools.partial(gradients, convolution, layer)
         for loop in (False, True):
-            whole = functools.partial(in_a_loop, function) if loop else function
+            timed = functools.partial(in_a_loop, function) if loop else function
             functions[whose, loop] = (
-                jax.jit(whole, compiler_options=options).lower(x, kernel).compile()
+                jax.jit(timed, compiler_options=options).lower(x, kernel).compile()
             )
     seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in functions}
     for _ in range(rounds + 1):
@@ -109,7 +125,7 @@ def measure(layer: Layer, batch: int, rounds: int) -> dict[tuple[str, bool], flo
 
 
 def table(measured: dict[Layer, dict[tuple[str, bool], float]]) -> str:
-    """The measurements as Markdown."""
+    """Returns the measurements as Markdown."""
     lines = [
         "| layer | pixels | alone: JAX's, ms | ours, ms | ratio | in a loop: JAX's, ms | ours, ms "
         "| ratio |",
@@ -129,14 +145,15 @@ def table(measured: dict[Layer, dict[tuple[str, bool], float]]) -> str:
 
 
 def main() -> None:
-    """Measures, prints the table and writes it if asked."""
+    """Measures, prints the table, and writes it with --write."""
     values = flags.FLAGS
     measured = {layer: measure(layer, values.batch, values.rounds) for layer in LAYERS}
     command = f"--batch={values.batch} --rounds={values.rounds}"
     text = (
-        f"Value and gradients of one layer, batch {values.batch}, float32: jax {jax.__version__}, "
-        f"{processor()}, {num_cores()} core(s). Medians of {values.rounds}; a "
-        "ratio below 1 is ours ahead. The loop has one turn.\n"
+        f"Time of the value and gradients of one layer, batch {values.batch}, float32: jax "
+        f"{jax.__version__}, "
+        f"{processor()}, {num_cores()} core(s). Medians of {values.rounds} calls. The ratio is our "
+        "time divided by JAX's. `in a loop`: inside a loop of one iteration, as over microbatches.\n"
         f"Command: `python -m experiments.bench.convolution {command}`\n\n{table(measured)}"
     )
     print(text, end="")
@@ -146,6 +163,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("batch", 25, "Images.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 3, "Turns of each.", lower_bound=1)
+    flags.DEFINE_integer(
+        "rounds", 3, "Rounds; each contender takes one turn per round.", lower_bound=1
+    )
     flags.DEFINE_bool("write", False, "Whether to write convolution.md beside this file.")
     cli.run_main(main)

@@ -1,12 +1,12 @@
-"""Traffic, memory, start-up time and differences of one short run in many placements.
+"""Traffic, memory, start-up time and numerical differences of a short run with many shardings.
 
   python -m experiments.bench.distribution --write
 
-Trains an MLP with BatchNorm in groups and dropout on the embedded digits with LAMB in float32: on
-1, 2, 4 and 8 simulated devices of one process and on 2 and 4 processes of 2 devices each, with
-replicated state, ZeRO-1 and FSDP, with collectives placed by the compiler (jit) and named by the
-program (shard_map). Each run has processes of its own and leaves one JSON line in --folder; a sweep
-that was interrupted goes on where it stood, as long as the sources are the same.
+Trains an MLP with grouped BatchNorm and dropout on the bundled digits with LAMB in float32: on 1, 2,
+4 and 8 simulated devices of one process, and on 2 and 4 processes with 2 devices each; with
+replicated state, ZeRO-1 and FSDP; with collectives that the compiler chooses (jit), and with
+collectives that the program names (shard_map). Each run starts its own processes and writes one JSON
+line to --folder. An interrupted sweep resumes if the sources are unchanged.
 """
 
 import hashlib
@@ -28,20 +28,21 @@ from absl import flags
 from experiments.bench import distribution_cell, distribution_table
 from experiments.bench.distribution_cell import STATES, Cell
 from lamb_tpu import cli
+from lamb_tpu.cluster import children
 from lamb_tpu.errors import UserError
 from lamb_tpu.watch.progress import format_seconds
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _SECONDS = 600  # time limit of a cell
-_PLACES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4), (4, 8))  # processes, devices of all of them
+_SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4), (4, 8))  # processes, devices over all processes
 REFERENCE = Cell(1, 1, "replicated", "jit")
 
 
 def cells() -> list[Cell]:
-    """The rows; first the one that all are compared with, then its sums in another order."""
+    """Returns the cells: the reference, then the reference with sums in another order, then the others."""
     grid = [
         Cell(processes, devices, state, backend)
-        for processes, devices in _PLACES
+        for processes, devices in _SIZES
         for state in STATES
         for backend in ("jit", "shard_map")
     ]
@@ -50,7 +51,7 @@ def cells() -> list[Cell]:
 
 
 def identity() -> dict[str, Any]:
-    """Returns everything that a line depends on besides its cell."""
+    """Returns everything on which a stored line depends, except its cell."""
     sources = [*(_ROOT / "lamb_tpu").rglob("*.py"), pathlib.Path(distribution_cell.__file__)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources)))
     return {
@@ -63,25 +64,27 @@ def identity() -> dict[str, Any]:
     }
 
 
-def kept_lines(file: pathlib.Path, reference: pathlib.Path, wanted: dict[str, Any]) -> list[Any]:
-    """The lines of an earlier sweep that still hold; those of another identity are dropped."""
+def matching_lines(
+    file: pathlib.Path, reference: pathlib.Path, wanted: dict[str, Any]
+) -> list[Any]:
+    """Returns the stored lines that have this identity; deletes the other stored lines."""
     lines = []
     for text in file.read_text().splitlines() if file.exists() and reference.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:  # the last one of a sweep that was killed
+        except ValueError:  # the last line of a sweep that was killed
             continue
         if line["identity"] == wanted:
             lines.append(line)
     if not lines or Cell(*lines[0]["cell"]) != REFERENCE:
-        lines = []  # what the others were compared with is gone
+        lines = []  # the reference is missing
         reference.unlink(missing_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
 
 def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
-    """Trains one cell in processes of its own.
+    """Trains one cell in new processes.
 
     Raises:
       UserError: the cell failed; the message has the last lines of its output.
@@ -104,29 +107,36 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
     ]
     try:
         done = subprocess.run(
-            command, cwd=_ROOT, text=True, capture_output=True, timeout=_SECONDS, check=True
+            command,
+            cwd=_ROOT,
+            text=True,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=True,
+            preexec_fn=children.following(),
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"the cell {cell.name} took more than {_SECONDS} s") from None
+        raise UserError(f"cell {cell.name}", problem=f"took more than {_SECONDS} s") from None
     except subprocess.CalledProcessError as error:
         last = "\n".join(error.stderr.splitlines()[-20:])
-        raise UserError(f"the cell {cell.name} failed; its output ends:\n{last}") from None
+        raise UserError(f"cell {cell.name}", problem=f"failed; its output ends: {last}") from None
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def sweep(wanted: list[Cell], folder: pathlib.Path) -> list[dict[str, Any]]:
-    """A line for each cell, those of an earlier sweep and new ones."""
+    """Returns a line for each cell, from earlier sweeps or measured now."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
         raise UserError(
-            f"--folder {folder} cannot be written ({error.strerror}); give a folder that can"
+            f"--folder {folder}", problem=problem, remedy="give another folder"
         ) from None
     file, reference = folder / "lines.jsonl", folder / "reference.npz"
     if flags.FLAGS.fresh:
         reference.unlink(missing_ok=True)
     known = identity()
-    lines = {Cell(*line["cell"]): line for line in kept_lines(file, reference, known)}
+    lines = {Cell(*line["cell"]): line for line in matching_lines(file, reference, known)}
     left = [cell for cell in wanted if cell not in lines]
     began, done = time.monotonic(), 0
     for number, cell in enumerate(left, start=1):
@@ -146,7 +156,7 @@ def sweep(wanted: list[Cell], folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def report(lines: list[dict[str, Any]]) -> str:
-    """The text around the table, from the lines alone."""
+    """Returns the page, computed from the lines alone."""
     known, first, last = lines[0]["identity"], *lines[0]["losses"]
     size = sum(
         distribution_table.least_bytes({name: shape}, 2, "replicated", "float32")
@@ -155,38 +165,46 @@ def report(lines: list[dict[str, Any]]) -> str:
     return (
         "\n".join(
             [
-                f"MLP with two hidden layers of {known['width']}, BatchNorm in groups of "
-                f"{distribution_cell.GROUP_SIZE} and dropout, {size / 1e6:.3f} MB of float32 parameters; "
-                f"embedded digits at batch {distribution_cell.BATCH_SIZE}; LAMB, {known['updates']} "
-                f"updates, {distribution_cell.WARMUP} of them warm-up, in which the loss falls from "
-                f"{first:.2f} to {last:.2f} on one device. jax {known['jax']}, jaxlib {known['jaxlib']}, "
-                f"Python {known['python']}, {os.cpu_count()} cores of a {platform.machine()} CPU, all "
-                "devices simulated on them. Made by `python -m experiments.bench.distribution --write`.",
+                f"An MLP with two hidden layers of {known['width']} units, BatchNorm over groups of "
+                f"{distribution_cell.GROUP_SIZE} examples, dropout and {size / 1e6:.3f} MB of float32 "
+                f"parameters is trained on the bundled digits at batch {distribution_cell.BATCH_SIZE}. LAMB "
+                f"makes "
+                f"{known['updates']} updates, {distribution_cell.WARMUP} of them warm-up; on one device the "
+                f"loss falls from {first:.2f} to {last:.2f}. jax {known['jax']}, jaxlib {known['jaxlib']}, "
+                f"Python {known['python']}; all devices are simulated on {os.cpu_count()} cores of an "
+                f"{platform.machine()} CPU. Made by `python -m experiments.bench.distribution --write`.",
                 *(["", flags.FLAGS.note] if flags.FLAGS.note else []),
                 "",
-                "- Difference: of the parameters after the last update from the first row's, the largest "
-                "of all, relative to the largest value of each tensor; bound "
-                f"{distribution_table.DIFFERENCE:g}. The row in 2 microbatches is the first one with its "
-                "sums taken in another order.",
-                "- Sent: the bytes that each device has to send for the operations of the compiled step. "
-                "Of n devices that share an operand of b bytes, an all-reduce sends 2 (n - 1) / n b, a "
-                "reduce-scatter (n - 1) / n b, an all-gather of parts of b bytes (n - 1) b. The least is 2 "
-                "(n - 1) / n of the gradient for state that is replicated, and (n - 1) / n of the "
-                "gradient and of the parameters each for what is split; bound "
-                f"{distribution_table.EXCESS:g} of it, and at most {distribution_table.GRADIENT_SUMS} "
-                "operations that sum gradients (a reduce-scatter in two phases is two).",
-                "- An operation carries gradients or parameters if one of its arrays has as many values as "
-                "a kernel, or is a bucket of them; what the compiler has combined with it counts too. The "
-                "other operations are sums of BatchNorm's moments and running averages, of norms, metrics "
-                "and of vectors' gradients, and under jit exchanges of activations, which at this batch "
-                "have another size than any kernel.",
-                "- FSDP splits kernels by the rule ('kernel', 'fsdp'); vectors, 1 % of the parameters, "
-                "stay whole. Under ZeRO-1 all but the ten biases of the output are split.",
-                "- Held: parameters and optimizer state as they lie on the fullest device, and what 4 "
-                "bytes for each parameter and each of its two moments come to.",
-                "- First update: from the start of the processes, compilation included.",
-                "- Rows with gradients in bfloat16 show the operations of the step before the compiler, "
-                "which on a CPU makes float32 sums of them; there each tensor is an operation of its own.",
+                "- Difference: how far the parameters after the last update are from those of the first "
+                "row. For each tensor, the largest absolute difference is divided by the largest absolute "
+                "value; the column has the maximum over all tensors, which may be at most "
+                f"{distribution_table.DIFFERENCE:g}. The row `float32 in 2 microbatches` repeats the first "
+                "row, and adds the same gradients in another order.",
+                "- MB sent: what each device must send for the operations of the compiled step that carry "
+                "gradients or parameters. If n devices share an operand of b bytes, a device sends "
+                "2 (n - 1) / n b in an all-reduce, and (n - 1) / n b in a reduce-scatter; in an all-gather "
+                "of shards of b bytes, it sends (n - 1) b. For replicated state the minimum is "
+                "2 (n - 1) / n of the gradient's bytes. For sharded state it is (n - 1) / n of the "
+                "gradient's bytes plus (n - 1) / n of the parameters' bytes. The bytes sent may be at most "
+                f"{distribution_table.EXCESS:g} times the minimum, and at most "
+                f"{distribution_table.GRADIENT_SUMS} operations may sum gradients (a reduce-scatter in two "
+                "phases counts as two).",
+                "- An operation counts as one that carries gradients or parameters if one of its arrays "
+                "has as many values as a kernel, or is a bucket of kernels; arrays that the compiler has "
+                "combined with this array are included. The other operations sum BatchNorm's moments and "
+                "running averages, norms, metrics, and the gradients of vectors. Under jit they also "
+                "exchange activations, which at this batch differ in size from every kernel.",
+                "- FSDP shards kernels by the rule ('kernel', 'fsdp'), and replicates vectors, which are "
+                "1 % of the parameters. ZeRO-1 shards the optimizer state of all parameters except the ten "
+                "biases of the output layer.",
+                "- MB held: parameters and optimizer state on the device that holds the most. MB computed: "
+                "the expected size, 4 bytes for each value of the parameters and of LAMB's two moments "
+                "that a device must hold.",
+                "- First update after: seconds from the start of the processes to the end of the first "
+                "update, including compilation.",
+                "- Rows with bfloat16 gradients show the operations before compilation, because the CPU "
+                "compiler replaces bfloat16 sums by float32 sums. Before compilation, each tensor has a "
+                "separate operation.",
                 "",
                 distribution_table.table(lines),
                 "",
@@ -198,14 +216,13 @@ def report(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures what is not known yet, prints the table and writes it if asked."""
+    """Measures the missing cells, prints the page, and writes it with --write."""
     values = flags.FLAGS
     try:
         chosen = re.compile(values.cells)
     except re.error as error:
-        raise UserError(
-            f"--cells={values.cells} is not a valid regular expression ({error})"
-        ) from None
+        problem = f"is not a valid regular expression ({error})"
+        raise UserError("--cells", values.cells, problem, "correct it") from None
     wanted = [cell for cell in cells() if cell == REFERENCE or chosen.search(cell.name)]
     text = report(sweep(wanted, pathlib.Path(values.folder)))
     print(text, end="")
@@ -217,12 +234,14 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "folder",
         str(pathlib.Path(tempfile.gettempdir()) / "lamb_tpu-distribution"),
-        "Where lines and the first row's parameters are kept.",
+        "Folder for measured lines and the reference parameters.",
     )
-    flags.DEFINE_bool("fresh", False, "Whether to measure all anew.")
-    flags.DEFINE_string("cells", "", "Regex over cells, such as '2x2 zero1' or 'bfloat16'.")
-    flags.DEFINE_integer("width", 512, "Of both hidden layers.", lower_bound=8)
-    flags.DEFINE_integer("updates", 20, "In each run.", lower_bound=11)
-    flags.DEFINE_string("note", "", "What else ran on the machine, for the text.")
+    flags.DEFINE_bool("fresh", False, "Whether to measure every cell again.")
+    flags.DEFINE_string(
+        "cells", "", "Regular expression that selects cells, such as '2x2 zero1' or 'bfloat16'."
+    )
+    flags.DEFINE_integer("width", 512, "Width of both hidden layers.", lower_bound=8)
+    flags.DEFINE_integer("updates", 20, "Updates of each run.", lower_bound=11)
+    flags.DEFINE_string("note", "", "Note for the page, such as other load on the machine.")
     flags.DEFINE_bool("write", False, "Whether to write distribution.md beside this file.")
     cli.run_main(main)

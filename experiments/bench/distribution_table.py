@@ -1,4 +1,4 @@
-"""Lower bounds of a step's traffic and memory, and the table of the measurements."""
+"""Minimum traffic and memory of a step, and the table of the measurements."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 from experiments.bench.distribution_cell import Cell
 
 DIFFERENCE = 1e-6
-EXCESS = 1.05  # bound of the sent bytes, as a multiple of the least
+EXCESS = 1.05  # bound of the sent bytes, as a multiple of the minimum
 GRADIENT_SUMS = 4
-MEMORY = 1.01  # bound of the held bytes, as a multiple of the computed ones
+MEMORY = 1.01  # bound of the allocated bytes, as a multiple of the computed bytes
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
 _COUNT_BYTES = 4  # LAMB's count of updates
@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 
 def is_split(name: str, shape: Sequence[int], devices: int, state: str) -> bool:
-    """Returns whether a parameter's moments, and under FSDP itself, are split over the devices."""
+    """Returns whether a parameter's moments, and under FSDP the parameter itself, are sharded."""
     divides = any(size % devices == 0 for size in shape)
     return divides and (state == "zero1" or (state == "fsdp" and name.endswith("kernel")))
 
@@ -29,9 +29,9 @@ def is_split(name: str, shape: Sequence[int], devices: int, state: str) -> bool:
 def least_bytes(shapes: Shapes, devices: int, state: str, gradient_dtype: str) -> float:
     """Returns the bytes that each device must send in an update for gradients and parameters.
 
-    With n devices it is 2 (n - 1) / n of the gradient's bytes if all get its sum. If each keeps a
-    part of the sum, it is (n - 1) / n of them, and (n - 1) / n of the parameters' bytes to gather
-    those again.
+    With n devices, an all-reduce sends 2 (n - 1) / n of the gradient's bytes. If each device keeps a
+    shard of the sum, it sends (n - 1) / n of the gradient's bytes, and (n - 1) / n of the parameters'
+    bytes to gather the updated parameters.
     """
     gradient, total = _WIDTHS[gradient_dtype], 0
     for name, shape in shapes.items():
@@ -44,18 +44,18 @@ def computed_memory(shapes: Shapes, devices: int, state: str) -> float:
     """Returns the bytes of parameters and LAMB's two moments on each device."""
     total = _COUNT_BYTES
     for name, shape in shapes.items():
-        part = devices if is_split(name, shape, devices, state) else 1
-        whole = 1 if state == "zero1" else part
-        total += _FLOAT32 * math.prod(shape) * (1 / whole + 2 / part)
+        shards = devices if is_split(name, shape, devices, state) else 1
+        param_shards = 1 if state == "zero1" else shards
+        total += _FLOAT32 * math.prod(shape) * (1 / param_shards + 2 / shards)
     return total
 
 
 def sorted_messages(line: Line) -> tuple[list[Line], list[Line]]:
-    """Returns the operations that carry gradients or parameters, and the others.
+    """Returns the operations that carry gradients or parameters, and the other operations.
 
-    An operation belongs to the first if one of its arrays has as many values as a kernel; under
-    shard_map, at least as many as the smallest kernel, because kernels are sent in buckets there
-    and activations are not sent. It counts with everything that was combined with it.
+    An operation belongs to the first group if one of its arrays has as many values as a kernel. Under
+    shard_map, where kernels are sent in buckets and activations are not sent, the array must have at
+    least as many values as the smallest kernel.
     """
     kernels = [math.prod(s) for name, s in line["shapes"].items() if name.endswith("kernel")]
     named = _cell(line).backend == "shard_map"
@@ -81,30 +81,30 @@ def figures(line: Line) -> dict[str, float]:
 
 
 def missed(line: Line) -> set[str]:
-    """The figures that fail their bound; too few bytes held or sent fail as well."""
-    found = figures(line)
+    """Returns the figures outside their bounds, which also exclude too few bytes held or sent."""
+    numbers = figures(line)
     bounds = {
         "difference": (0, DIFFERENCE),
-        # Vectors, 1 % of the parameters, may go with the others.
+        # Vectors, 1 % of the parameters, may be sent with the other operations.
         "of_least": (0.95, EXCESS),
         "sums": (0, GRADIENT_SUMS),
         "of_computed": (1 / MEMORY, MEMORY),
     }
-    return {name for name, (low, high) in bounds.items() if not low <= found[name] <= high}
+    return {name for name, (low, high) in bounds.items() if not low <= numbers[name] <= high}
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The measurements as Markdown; a figure that fails its bound is bold and has a letter."""
+    """Returns the measurements as Markdown; a figure outside its bound is bold, with a letter."""
     rows = [
         "| devices | processes | state | backend | gradients | difference | gradients and "
-        "parameters: operations, MB | MB sent | of the least | others: operations, kB | MB held | "
-        "computed | first update after, s |",
+        "parameters: operations, MB | MB sent | MB sent / minimum | other operations, kB | MB held | "
+        "MB computed | first update after, s |",
         "|--:|--:|---|---|---|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for line in lines:
-        cell, found = _cell(line), figures(line)
+        cell, numbers = _cell(line), figures(line)
         large, small = sorted_messages(line)
-        kinds = ", ".join(
+        types = ", ".join(
             _marked(f"{count} {kind} {size / 1e6:.3f}", "sums" if kind in _SUMS else "", line)
             for kind, (count, size) in _by_kind(large).items()
         )
@@ -113,13 +113,13 @@ def table(lines: Sequence[Line]) -> str:
         )
         sent = sum(one["sent_bytes"] for one in large)
         microbatches = f" in {cell.microbatches} microbatches" if cell.microbatches > 1 else ""
-        of_least = f"{found['of_least']:.3f}" if cell.devices > 1 else "-"
+        of_least = f"{numbers['of_least']:.3f}" if cell.devices > 1 else "-"
         computed = computed_memory(line["shapes"], cell.devices, cell.state)
         held = _marked(f"{line['held_bytes'] / 1e6:.3f}", "of_computed", line)
-        apart = _marked(f"{found['difference']:.2e}", "difference", line)
+        apart = _marked(f"{numbers['difference']:.2e}", "difference", line)
         rows.append(
             f"| {cell.devices} | {cell.processes} | {_STATES[cell.state]} | {cell.backend} | "
-            f"{cell.gradient_dtype}{microbatches} | {apart} | {kinds or '-'} | "
+            f"{cell.gradient_dtype}{microbatches} | {apart} | {types or '-'} | "
             f"{sent / 1e6:.3f} | {_marked(of_least, 'of_least', line)} | "
             f"{others or '-'} | {held} | {computed / 1e6:.3f} | {line['seconds']:.1f} |"
         )
@@ -127,67 +127,68 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def notes(lines: Sequence[Line]) -> list[str]:
-    """A sentence or two about every figure that fails its bound."""
-    found = [
+    """Returns explanations of the figures that miss their bounds."""
+    sentences = [
         *_difference_notes([line for line in lines if "difference" in missed(line)], lines),
         *_traffic_notes([line for line in lines if "of_least" in missed(line)]),
     ]
     for line in lines:
         if "sums" in missed(line):
-            found.append(
-                f"(c) {_cell(line).name}: {figures(line)['sums']:.0f} operations sum gradients, "
+            sentences.append(
+                f"(c) {_cell(line).name}: {figures(line)['sums']:.0f} operations sum gradients; "
                 f"the bound is {GRADIENT_SUMS}."
             )
         if "of_computed" in missed(line):
-            found.append(
-                f"(d) {_cell(line).name}: {figures(line)['of_computed']:.3f} of the computed bytes "
-                "lie on a device."
+            sentences.append(
+                f"(d) {_cell(line).name}: a device holds {figures(line)['of_computed']:.3f} times the "
+                "computed bytes."
             )
-    return found or ["Every figure keeps its bound."]
+    return sentences or ["Every figure is within its bound."]
 
 
 def _difference_notes(marked: Sequence[Line], lines: Sequence[Line]) -> list[str]:
-    found = []
+    sentences = []
     narrow = [line for line in marked if _cell(line).gradient_dtype != "float32"]
     if narrow:
-        found.append(
-            f"(a) Gradients sent in bfloat16 keep 8 bits; after as many updates the parameters "
-            f"differ by up to {max(map(_apart, narrow)):.1e}, and the last loss is "
+        sentences.append(
+            f"(a) Gradients sent in bfloat16 have 8 significant bits: after the same number of updates the "
+            f"parameters differ from the first row's by up to {max(map(_apart, narrow)):.1e}, and the last "
+            f"loss is "
             f"{min(line['losses'][1] for line in narrow):.4f} to "
             f"{max(line['losses'][1] for line in narrow):.4f} instead of "
-            f"{lines[0]['losses'][1]:.4f}. The bound is one for float32."
+            f"{lines[0]['losses'][1]:.4f}. The bound is meant for float32 gradients."
         )
     exact = [line for line in marked if _cell(line).gradient_dtype == "float32"]
     order = [_apart(line) for line in lines if _cell(line).microbatches > 1]
     if exact:
         most = max(map(_apart, exact))
         names = sorted({max(x["differences"], key=x["differences"].get) for x in exact})
-        told = (
-            f"(a) Above {DIFFERENCE:g} in {len(exact)} row(s) in float32, at most {most:.2e}, in "
-            f"{' and '.join(names)}."
+        sentence = (
+            f"(a) The difference is above {DIFFERENCE:g} in {len(exact)} float32 row(s), at most "
+            f"{most:.2e}, in {' and '.join(names)}."
         )
         if order:
-            told += (
-                f" The one device that adds the same gradients in another order differs by "
+            sentence += (
+                f" On one device, adding the same gradients in another order makes a difference of "
                 f"{max(order):.2e}: "
                 + (
-                    "LAMB divides by each gradient's own size, so where a gradient is hardly more "
-                    "than rounding, the order of additions is seen."
+                    "LAMB divides by each gradient's magnitude, so where a gradient is little more than "
+                    "rounding error, the order of additions matters."
                     if most <= 5 * max(order)
                     else "the order of additions alone does not explain this."
                 )
             )
-        found.append(told)
-    return found
+        sentences.append(sentence)
+    return sentences
 
 
 def _traffic_notes(marked: Sequence[Line]) -> list[str]:
-    found = []
+    sentences = []
     for state, backend in dict.fromkeys((_cell(x).state, _cell(x).backend) for x in marked):
         group = [x for x in marked if (_cell(x).state, _cell(x).backend) == (state, backend)]
         most = max(group, key=lambda line: (figures(line)["of_least"], _cell(line).devices))
         devices = _cell(most).devices
-        kinds, others = map(_by_kind, sorted_messages(most))
+        types, others = map(_by_kind, sorted_messages(most))
         half = (
             (devices - 1)
             / devices
@@ -197,28 +198,34 @@ def _traffic_notes(marked: Sequence[Line]) -> list[str]:
                 if is_split(name, shape, devices, state)
             )
         )
-        told = (
-            f"(b) {_STATES[state]} under {backend} sends up to {figures(most)['of_least']:.3f} of "
-            f"the least: at {devices} devices "
-            + ", ".join(f"{size / 1e6:.3f} MB by {kind}" for kind, (_, size) in kinds.items())
+        sentence = (
+            f"(b) {_STATES[state]} under {backend} sends up to {figures(most)['of_least']:.3f} times "
+            f"the minimum: with {devices} devices, "
+            + " and ".join(f"{size / 1e6:.3f} MB by {kind}" for kind, (_, size) in types.items())
             + "."
         )
-        if half and "reduce-scatter" not in kinds and "all-reduce" in kinds:
-            told += (
-                " The compiler, which has placed them, sums whole gradients with all-reduces and "
-                f"lets each device keep its part; a reduce-scatter would send {half / 1e6:.3f} MB."
+        if half and "reduce-scatter" not in types and "all-reduce" in types:
+            sentence += (
+                " Under jit the compiler chooses the collectives: it sums full gradients with all-reduces, "
+                "and each device keeps its shard; reduce-scatters would send "
+                f"{half / 1e6:.3f} MB."
             )
-        if half and kinds.get("all-gather", (0, 0))[1] > EXCESS * half:
-            told += f" Parameters are gathered more than once; once would be {half / 1e6:.3f} MB."
+        if half and types.get("all-gather", (0, 0))[1] > EXCESS * half:
+            sentence += (
+                " Parameters are gathered more than once; a single gather would send "
+                f"{half / 1e6:.3f} MB."
+            )
         moved = sum(size for kind, (_, size) in others.items() if kind != "all-reduce")
         if state == "fsdp" and moved:
-            told += f" The {moved / 1e6:.3f} MB of activations that it exchanges come on top."
+            sentence += f" It also exchanges {moved / 1e6:.3f} MB of activations."
         if backend == "shard_map" or state == "replicated":
-            told += " This placement promises the least."
+            sentence += " This setting promises the minimum traffic."
         else:
-            told += " This backend promises the same parameters and memory, not the least traffic."
-        found.append(told)
-    return found
+            sentence += (
+                " The jit backend promises the same parameters and memory, not the minimum traffic."
+            )
+        sentences.append(sentence)
+    return sentences
 
 
 def _apart(line: Line) -> float:
@@ -230,7 +237,7 @@ def _marked(text: str, figure: str, line: Line) -> str:
 
 
 def _by_kind(messages: Sequence[Line]) -> dict[str, tuple[int, int]]:
-    """Operations and bytes of each kind."""
+    """Returns the number of operations and the sent bytes by type."""
     totals: dict[str, tuple[int, int]] = {}
     for one in messages:
         count, size = totals.get(one["kind"], (0, 0))

@@ -1,13 +1,14 @@
-"""Time of the exchanges of gradients on simulated devices, and the compiler's estimate for a TPU.
+"""Time of gradient exchanges on simulated devices, and the compiler's estimate for a TPU.
 
   python -m experiments.bench.exchange --write
   python -m experiments.bench.exchange --topology=v3-8 --layers=24 --width=1024
 
-The gradient is BERT's tree, 24 layers of width 1,024 for BERT-Large; the default is small enough
-for 8 simulated devices in 24 GiB. Every exchange sums it over all devices, in turns, so that what
-else the machine does falls on all of them. Simulated devices send through memory, so the time is
-that of casts, packing and sums; what a network would save is in the bytes. With --topology nothing
-is run: the time is what the TPU compiler expects of the core, without the network.
+The gradient has the tree of BERT's parameters; the default size is small enough for 8 simulated
+devices in 24 GiB, and BERT-Large has 24 layers of width 1,024. Every exchange sums the gradient
+over all devices. The exchanges alternate, so that other load affects all of them. Simulated devices
+communicate through memory, so the times are those of casts, packing and sums; the bytes sent show
+how much traffic an exchange would save on a real network. With --topology nothing runs: the time is
+the TPU compiler's estimate for the core, without communication.
 """
 
 import pathlib
@@ -33,7 +34,7 @@ from lamb_tpu.cost.hlo import program_cost
 from lamb_tpu.parallel.exchange import EXCHANGES
 from lamb_tpu.parallel.exchange.base import Exchange
 
-# Options beside the defaults, which every exchange is measured with, by what the table calls them.
+# Options to measure in addition to the defaults: by exchange, then by name in the table.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "aps": {
         "e3m0": {"exponent_bits": 3, "mantissa_bits": 0},
@@ -49,27 +50,27 @@ _PROGRESS = Console(stderr=True)
 class Row(NamedTuple):
     """Cost of one exchange."""
 
-    seconds: float  # median of the turns, or the compiler's estimate
-    sent_bytes: int  # by one device
-    temporary_bytes: int  # of one device
+    seconds: float  # median over the rounds, or the compiler's estimate
+    sent_bytes: int  # sent by one device
+    temporary_bytes: int  # on one device
 
 
 def contenders(num_devices: int) -> dict[str, Exchange]:
-    """Returns every exchange that is registered, and its variants, by the name in the table."""
-    found = {}
+    """Returns every registered exchange and its variants, by the name in the table."""
+    exchanges = {}
     for name, made in EXCHANGES.items():
-        found[name] = made((_AXIS,), num_devices)
+        exchanges[name] = made((_AXIS,), num_devices)
         for label, options in VARIANTS.get(name, {}).items():
-            found[f"{name}, {label}"] = made((_AXIS,), num_devices, **options)
-    return found
+            exchanges[f"{name}, {label}"] = made((_AXIS,), num_devices, **options)
+    return exchanges
 
 
 def compiled(exchange: Exchange, mesh: Mesh, num_layers: int, width: int) -> tuple[Any, Any]:
-    """Compiles the sum of BERT's gradients, with the exchange's residual in and out.
+    """Compiles the sum of BERT's gradients, with the exchange's residual as input and output.
 
     Returns:
-      The program `(grads, residual) -> (sums, residual)`, its second argument donated, and the
-      shapes of its arguments. Each of them has an axis for the devices in front.
+      The program `(grads, residual) -> (sums, residual)`, whose second argument is donated, and the
+      shapes of its arguments. Each argument has a leading axis of devices.
     """
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -78,8 +79,8 @@ def compiled(exchange: Exchange, mesh: Mesh, num_layers: int, width: int) -> tup
     )
 
     def reduce(*given: Any) -> Any:
-        found = exchange.reduce(*jax.tree.map(lambda leaf: leaf[0], given))
-        return jax.tree.map(lambda leaf: leaf[None], found)
+        reduced = exchange.reduce(*jax.tree.map(lambda leaf: leaf[0], given))
+        return jax.tree.map(lambda leaf: leaf[None], reduced)
 
     spec = PartitionSpec(_AXIS)
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -89,12 +90,12 @@ def compiled(exchange: Exchange, mesh: Mesh, num_layers: int, width: int) -> tup
         ),
         (shapes, jax.eval_shape(exchange.init, shapes)),
     )
-    # Sums replace nothing: the gradients are given again in the next turn.
+    # The gradients are not donated: the next round uses them again.
     return jax.jit(mapped, donate_argnums=1).lower(*arguments).compile(), arguments
 
 
 def sent(program: Any) -> int:
-    """Returns the bytes that a device sends in one run."""
+    """Returns the bytes that a device sends in one exchange."""
     return sum(one.count * one.sent_bytes for one in traffic.collectives(program.as_text()))
 
 
@@ -108,14 +109,14 @@ def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, R
             grads = _random(arguments[0])
     residuals: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in track(range(rounds + 1), "Measuring", console=_PROGRESS):
+    for number in track(range(rounds + 1), "Measuring", console=_PROGRESS):
         for name, program in programs.items():
-            # A turn of its own for each, with its residual made anew, so that one is held at most.
+            # Allocate a residual only while its exchange is timed, so that memory holds only one residual.
             residuals = {name: _start(exchanges[name], mesh, grads)}
             jax.block_until_ready(residuals)
             begun = time.perf_counter()
             jax.block_until_ready(program(grads, residuals[name]))
-            if turn:  # the first is not counted
+            if number:  # the first round compiles and is not counted
                 seconds[name].append(time.perf_counter() - begun)
     return {
         name: Row(
@@ -140,7 +141,7 @@ def estimate(mesh: Mesh, clock: float, num_layers: int, width: int) -> dict[str,
 
 
 def _random(shapes: Any) -> Any:
-    """Returns gradients of very different sizes, other ones on each device."""
+    """Returns gradients of widely varying magnitude, different on each device."""
     leaves, treedef = jax.tree.flatten(shapes)
 
     def draw(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -154,7 +155,7 @@ def _random(shapes: Any) -> Any:
 
 
 def _start(exchange: Exchange, mesh: Mesh, grads: Any) -> Any:
-    """Returns every device's residual before the first update."""
+    """Returns the initial residuals of all devices."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), grads)
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
@@ -169,7 +170,7 @@ def table(rows: dict[str, Row]) -> str:
     """Returns the rows as Markdown."""
     base = rows[BASELINE]
     lines = [
-        "| exchange | ms | of float32 | MB sent by a device | of float32 | temporary MiB |",
+        "| exchange | ms | ms / float32 | MB sent by a device | MB / float32 | temporary MiB |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name, row in rows.items():
@@ -182,7 +183,7 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def main() -> None:
-    """Measures or estimates, prints the table and writes it if asked."""
+    """Measures or estimates, prints the table, and writes it with --write."""
     values = flags.FLAGS
     size = values.layers, values.width
     command = f"--layers={values.layers} --width={values.width}"
@@ -193,16 +194,16 @@ def main() -> None:
             estimate(mesh, slice_.generation.clock, *size),
             f"{command} --topology={slice_.name}",
         )
-        where = f"{mesh.size} devices of {slice_.name}, by its compiler's estimate of the core"
+        where = f"{mesh.size} devices of {slice_.name}, by the compiler's estimate for a core"
     else:
         cpu_devices.make(values.devices)
         mesh = Mesh(np.array(jax.devices()), (_AXIS,))
         rows, command = (measure(mesh, *size, values.rounds), f"{command} --rounds={values.rounds}")
         where = f"{mesh.size} simulated devices, {processor()}, {num_cores()} core(s)"
     text = (
-        f"Gradients of BERT with {size[0]} layers of width {size[1]}, "
-        f"{bert.num_values(*size) / 1e6:.1f} M values in {len(bert.leaf_shapes(*size))} leaves, "
-        f"summed over {where}; jax {jax.__version__}.\n"
+        f"Time to sum the gradients of a BERT with {size[0]} layers of width {size[1]}, "
+        f"{bert.num_values(*size) / 1e6:.1f} M values in {len(bert.leaf_shapes(*size))} arrays, "
+        f"over {where}; jax {jax.__version__}.\n"
         f"Command: `python -m experiments.bench.exchange {command}`\n\n{table(rows)}"
     )
     print(text, end="")
@@ -213,9 +214,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("layers", 6, "Transformer layers.", lower_bound=1)
-    flags.DEFINE_integer("width", 512, "Of the hidden layer.", lower_bound=2)
-    flags.DEFINE_integer("rounds", 7, "Turns of each.", lower_bound=1)
+    flags.DEFINE_integer("width", 512, "Width of the hidden layers.", lower_bound=2)
+    flags.DEFINE_integer(
+        "rounds", 7, "Rounds; each contender takes one turn per round.", lower_bound=1
+    )
     flags.DEFINE_integer("devices", 8, "Simulated devices.", lower_bound=2)
     flags.DEFINE_string("topology", None, "A TPU slice to compile for, such as v3-8.")
-    flags.DEFINE_bool("write", False, "Whether to write the table beside this file.")
+    flags.DEFINE_bool("write", False, "Whether to write exchange.md beside this file.")
     cli.run_main(main)

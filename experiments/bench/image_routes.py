@@ -1,8 +1,9 @@
 """Routes from encoded photographs to batches, for `image_throughput.py`.
 
-Each is a function of (paths, pixels, batch, training) and gives batches without end, uint8 (batch,
-pixels, pixels, 3) with labels, by one thread, of photographs drawn in random order. In training:
-an Inception crop, bilinear to the size, mirrored every other time; otherwise the central 0.875.
+Each route is a function of (paths, pixels, batch, training). With one thread, it yields endless
+batches of photographs in random order, uint8 of (batch, pixels, pixels, 3), with labels. In training
+it takes an Inception crop, resizes it bilinearly and flips it at random; in evaluation, it takes the
+central crop with 0.875 of the shorter side.
 """
 
 import importlib
@@ -17,7 +18,7 @@ import tensorflow_datasets as tfds
 
 from lamb_tpu import data
 from lamb_tpu.data.images.records import Record
-from lamb_tpu.data.images.source import ImageSource, Options
+from lamb_tpu.data.images.source import ImageOptions, ImageSource
 
 Route = Callable[[list[str], int, int, bool], Iterator[Any]]
 _FRACTION = 0.875
@@ -28,7 +29,7 @@ class NotInstalled(Exception):
 
 
 class _Files:
-    """`Records` of files, all of class 0."""
+    """`Records` over files, all of class 0."""
 
     num_classes = 1
     notes: tuple[str, ...] = ()
@@ -51,7 +52,7 @@ class _Files:
 
 
 class Photos(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """The photographs as a set that TFDS has prepared, their bytes as they are."""
+    """The photographs as a TFDS data set that stores their encoded bytes."""
 
     VERSION = tfds.core.Version("1.0.0")
     name = "photos"
@@ -75,13 +76,13 @@ class Photos(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def ours(paths: list[str], pixels: int, batch: int, training: bool) -> Iterator[data.Batch]:
-    """`ImageSource` over files."""
-    options = Options(size=pixels, threads=1)
+    """Reads files through `ImageSource`."""
+    options = ImageOptions(size=pixels, threads=1)
     return _batches(ImageSource("files", _Files(paths), options, training=training), batch)
 
 
 def ours_prepared(folder: str) -> Route:
-    """`ImageSource` over ArrayRecord files, which this writes into `folder` when first used."""
+    """Reads ArrayRecord files through `ImageSource`; writes them into `folder` on first use."""
 
     def route(paths: list[str], pixels: int, batch: int, training: bool) -> Iterator[data.Batch]:
         tfds.disable_progress_bar()
@@ -100,14 +101,14 @@ def ours_prepared(folder: str) -> Route:
 
 
 def _batches(source: data.Source, batch: int) -> Iterator[data.Batch]:
-    # Not by TrainLoader, whose threads work ahead of what is asked for.
+    # Do not use TrainLoader, whose threads read ahead.
     for start in itertools.count(step=batch):
         indices = data.global_indices(0, start, start + batch, len(source))
         yield source.gather(indices, np.arange(start, start + batch) // len(source))
 
 
 def torchvision(paths: list[str], pixels: int, batch: int, training: bool) -> Iterator[Any]:
-    """Pillow and torchvision's transforms in a PyTorch DataLoader, without worker processes."""
+    """Reads with Pillow, torchvision's transforms and a PyTorch DataLoader without worker processes."""
     from PIL import Image
 
     try:
@@ -127,21 +128,21 @@ def torchvision(paths: list[str], pixels: int, batch: int, training: bool) -> It
             return len(paths)
 
         def __getitem__(self, index: int) -> tuple[Any, int]:
-            with Image.open(paths[index]) as picture:
-                return transform(picture.convert("RGB")), 0
+            with Image.open(paths[index]) as draw:
+                return transform(draw.convert("RGB")), 0
 
     files = Files()
-    # As many as are drawn, so that a set smaller than a batch still gives whole batches.
+    # Sample with replacement, so that a small set still gives full batches.
     sampler = torch.utils.data.RandomSampler(files, replacement=True, num_samples=2**31)
     return iter(torch.utils.data.DataLoader(files, batch, sampler=sampler, num_workers=0))
 
 
 def tf_data(
-    paths: list[str], pixels: int, batch: int, training: bool, whole: bool = False
+    paths: list[str], pixels: int, batch: int, training: bool, full_size: bool = False
 ) -> Iterator[Any]:
-    """tf.data with `decode_and_crop_jpeg`, as the ResNet and EfficientNet code for TPUs.
+    """Reads with tf.data and `decode_and_crop_jpeg`, like the ResNet and EfficientNet code for TPUs.
 
-    With `whole` the picture is decoded first and then cut, to tell what the other way gains.
+    With `full_size`, images are decoded in full before they are cropped, for comparison.
     """
     try:
         tf = importlib.import_module("tensorflow")
@@ -166,7 +167,7 @@ def tf_data(
     def decode(path: Any) -> tuple[Any, int]:
         content = tf.io.read_file(path)
         crop = box(tf.image.extract_jpeg_shape(content))
-        if whole:
+        if full_size:
             image = tf.image.crop_to_bounding_box(
                 tf.image.decode_jpeg(content, channels=3), *tf.unstack(crop, 4)
             )
@@ -178,7 +179,7 @@ def tf_data(
         return tf.cast(image, tf.uint8), 0
 
     options = tf.data.Options()
-    # What works ahead would do so in the turns of the other routes. A batch is made ahead even so.
+    # Prefetching would run during the turns of other routes. tf.data still prefetches one batch.
     options.autotune.enabled = False
     options.experimental_optimization.inject_prefetch = False
     options.threading.private_threadpool_size = 1

@@ -1,20 +1,23 @@
-"""Throughput of photographs on a core, from JPEG files to batches of uint8, beside other libraries.
+"""Throughput of photographs on one core, from JPEG files to uint8 batches, beside other libraries.
 
   python -m experiments.bench.image_throughput --images=FOLDER --write
 
-FOLDER holds JPEG files, at any depth. All routes (image_routes.py) take turns on one core in one
-process; what counts is the time which that core works for this process, so that what else runs on
-the machine matters little. Ours resizes bilinearly; with resize='bicubic', which the configs for
-ImageNet have as their sources do, a core reads 0.6 times as many (on the photographs of the record,
-both in one run: 0.58 to 0.64 in training, 0.62 to 0.70 in evaluation). Rows of PyTorch need
-torchvision, those of tf.data TensorFlow; neither is a dependency of lamb_tpu.
+FOLDER holds JPEG files at any depth. All routes (image_routes.py) alternate on one core in one
+process. Times are CPU times of this process, so other load matters little. Our route resizes
+bilinearly. With resize='bicubic', which the ImageNet configs use like their sources, a core reads 0.6
+times as many images (0.58 to 0.64 in training and 0.62 to 0.70 in evaluation, for the page's
+photographs, with both methods in one run). PyTorch's rows need torchvision, and tf.data's rows need
+TensorFlow; lamb_tpu depends on neither.
 
-The second table says how many cores of a host feed the eight cores of TPU v3 that it has. Sources
-of their appetite, divided by the number of such hosts: EfficientNet-B2 and B5, 451.35
-and 77.44 images/ms of 1,024 cores (arXiv:2011.00071, table 1, recalled and not read). ResNet-50,
-480,000 images/s of 512 cores, told of a run of Google's code for MLPerf v0.6
-(threadreaderapp.com/thread/1223395022814339073). EfficientNet-B0, 16,384 images in 23.6 ms on 1,024
-cores by the TPU compiler's estimate, without the network, of a plain step: an upper bound.
+The second table gives the number of CPU cores that feed a host's eight cores of TPU v3. The rates at
+which these train are rates of slices, divided by the number of hosts:
+
+- EfficientNet-B2 and B5: 451.35 and 77.44 images/ms on 1,024 cores (arXiv:2011.00071, table 1;
+  recalled, not read);
+- ResNet-50: 480,000 images/s on 512 cores, reported for a run of Google's MLPerf v0.6 code
+  (threadreaderapp.com/thread/1223395022814339073);
+- EfficientNet-B0: 16,384 images in 23.6 ms on 1,024 cores, the TPU compiler's estimate for a step
+  without communication, so an upper bound.
 """
 
 import functools
@@ -38,7 +41,7 @@ from lamb_tpu.cluster.host import processor
 from lamb_tpu.errors import UserError
 
 _PIXELS = 224
-# Model -> pixels, images a second of eight cores of TPU v3.
+# Model -> (pixels, images per second that eight cores of TPU v3 train on).
 APPETITES = {
     "ResNet-50": (224, 480_000 / 64),
     "EfficientNet-B0": (224, 16_384 / 0.0236 / 128),
@@ -58,10 +61,10 @@ _PACKAGES = (
 
 
 def find_images(folder: str, most: int) -> list[str]:
-    """JPEG files below a folder, in the order of their names, at most so many.
+    """Returns at most `most` JPEG files below a folder, sorted by path.
 
     Raises:
-      UserError: there is none.
+      UserError: the folder has no JPEG file.
     """
     paths = sorted(
         str(path)
@@ -69,12 +72,13 @@ def find_images(folder: str, most: int) -> list[str]:
         if path.suffix.lower() in (".jpeg", ".jpg")
     )
     if not paths:
-        raise UserError(f"--images={folder} holds no JPEG files, which end in .JPEG or .jpg")
+        remedy = "give a folder with photographs"
+        raise UserError(f"--images={folder}", problem="has no .JPEG or .jpg files", remedy=remedy)
     return paths[:most]
 
 
 def start(route: Route, *arguments: Any) -> Iterator[Any] | None:
-    """The batches of a route after a first one, or None where a package is missing."""
+    """Returns a route's batches after the first one, or None if a package is missing."""
     try:
         batches = route(*arguments)
         next(batches)
@@ -86,7 +90,7 @@ def start(route: Route, *arguments: Any) -> Iterator[Any] | None:
 def rates(
     routes: dict[Any, Iterator[Any] | None], batch: int, batches: int, rounds: int
 ) -> dict[Any, float | None]:
-    """Images a second a core: the median over rounds in which the routes take turns."""
+    """Returns each route's images per second on one core: the median over rounds in which they alternate."""
 
     def take(iterator: Iterator[Any]) -> None:
         for _ in range(batches):
@@ -95,24 +99,24 @@ def rates(
 
     settle()
 
-    seconds: dict[Any, list[float]] = {key: [] for key, found in routes.items() if found}
+    seconds: dict[Any, list[float]] = {key: [] for key, route in routes.items() if route}
     for _ in range(rounds):
         for key, times in seconds.items():
             times.append(core_seconds(lambda: take(routes[key])))
     return {
-        key: batch * batches / statistics.median(seconds[key]) if found else None
-        for key, found in routes.items()
+        key: batch * batches / statistics.median(seconds[key]) if route else None
+        for key, route in routes.items()
     }
 
 
 def settle() -> None:
-    """Waits until no thread works: tf.data makes a batch ahead, which belongs to its own turn."""
+    """Waits until no thread works, so that the batch that tf.data prefetches counts in its own turn."""
     while core_seconds(lambda: time.sleep(0.05)) > 0.002:
         pass
 
 
 def main() -> None:
-    """Measures, prints the tables and writes them if asked."""
+    """Measures, prints the tables, and writes them with --write."""
     values = flags.FLAGS
     paths = find_images(values.images, values.most)
     if hasattr(os, "sched_setaffinity"):  # before TensorFlow counts the cores
@@ -124,7 +128,9 @@ def main() -> None:
             "ours, ArrayRecord": image_routes.ours_prepared(folder),
             "torchvision and Pillow, DataLoader": image_routes.torchvision,
             "tf.data": image_routes.tf_data,
-            "tf.data, pictures decoded whole": functools.partial(image_routes.tf_data, whole=True),
+            "tf.data, images decoded in full": functools.partial(
+                image_routes.tf_data, full_size=True
+            ),
         }
         compared = rates(
             {
@@ -144,13 +150,13 @@ def main() -> None:
     lines = [
         f"{len(paths)} photographs, {sum(map(os.path.getsize, paths)) / len(paths) / 1e3:.1f} kB "
         f"on average; Python {platform.python_version()}, {_versions()}; {processor()}, one core "
-        f"of {os.cpu_count()}. Medians of {values.rounds} rounds of {values.batches} batches of "
-        f"{values.batch}, in time of the core.",
+        f"of {os.cpu_count()}. Medians of {values.rounds} rounds with {values.batches} batches of "
+        f"{values.batch} images each, in CPU time. The columns `/ tf.data` divide a rate by tf.data's.",
         "Command: `python -m experiments.bench.image_throughput --images=FOLDER "
         f"--batch={values.batch} --batches={values.batches} --rounds={values.rounds}`",
         *([values.note] if values.note else []),
         "",
-        f"| images/s a core, {_PIXELS} pixels | training | of tf.data | evaluation | of tf.data |",
+        f"| images/s per core, {_PIXELS} pixels | training | / tf.data | evaluation | / tf.data |",
         "|---|--:|--:|--:|--:|",
     ]
     for name in routes:
@@ -162,7 +168,8 @@ def main() -> None:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "| training | pixels | images/s of 8 cores of TPU v3 | images/s a core, ours | cores |",
+        "| model | pixels | images/s that 8 TPU v3 cores train on | images/s per CPU core, ours | "
+        "CPU cores |",
         "|---|--:|--:|--:|--:|",
     ]
     for model, (pixels, wanted) in APPETITES.items():
@@ -175,21 +182,21 @@ def main() -> None:
 
 
 def _versions() -> str:
-    found = []
+    versions = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("images", None, "Folder with JPEG files.")
-    flags.DEFINE_integer("most", 400, "Files to take.", lower_bound=1)
-    flags.DEFINE_integer("batch", 64, "Images of a batch.", lower_bound=1)
-    flags.DEFINE_integer("batches", 13, "Batches of a turn.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 5, "Turns of each route.", lower_bound=1)
-    flags.DEFINE_string("note", "", "What else ran on the machine, for the table.")
+    flags.DEFINE_integer("most", 400, "Maximum number of files.", lower_bound=1)
+    flags.DEFINE_integer("batch", 64, "Images per batch.", lower_bound=1)
+    flags.DEFINE_integer("batches", 13, "Batches per turn.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Rounds; each route takes one turn per round.", lower_bound=1)
+    flags.DEFINE_string("note", "", "Note for the page, such as other load on the machine.")
     flags.DEFINE_bool("write", False, "Whether to write image_throughput.md beside this file.")
     cli.run_main(main, required=("images",))

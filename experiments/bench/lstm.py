@@ -2,13 +2,14 @@
 
   python -m experiments.bench.lstm --write
 
-Times the gradients of the sum of squared outputs, for weights and inputs, in float32, without
-dropout, at the sizes of the LEGW paper's applications. Flax's is nn.RNN of OptimizedLSTMCell,
-PyTorch's nn.LSTM, which the extra `bench` installs. The contenders take turns in one process, so
-that what else the machine does falls on all of them; read the ratios and not the milliseconds. A
-turn is several calls, as in training, after one that is not timed: threads of PyTorch spin for a
-while after its last call, and caches hold another's arrays. A fourth contender has the matrix
-products of ours and next to nothing else, compiled alike; what ours takes beyond it is the rest.
+Times the gradients of the sum of squared outputs with respect to weights and inputs, in float32,
+without dropout, at the sizes of the LEGW paper's applications. Flax's layer is nn.RNN with
+OptimizedLSTMCell; PyTorch's is nn.LSTM (the extra `bench` installs PyTorch). The contenders alternate
+in one process, so that other load affects all of them. Read the ratios, not the milliseconds. In its
+turn, a contender makes one untimed call and then several timed calls, because PyTorch's threads spin
+for a while after its last call, and caches hold the arrays of the previous contender. A fourth
+contender computes little more than the matrix products of our layers, with the same compiler options;
+its difference to ours is the cost of everything else.
 """
 
 import functools
@@ -27,13 +28,13 @@ from absl import flags
 
 from lamb_tpu import cli
 from lamb_tpu.cluster.host import num_cores, processor
+from lamb_tpu.kernels.recurrence import GATES
 from lamb_tpu.models.lstm import LSTM
-from lamb_tpu.models.recurrence import GATES
 from lamb_tpu.parallel.compiling import compiler_options
 
 
 class Size(NamedTuple):
-    """LSTM layers one above the other, and the size of their input."""
+    """Stacked LSTM layers and the size of their input."""
 
     name: str
     steps: int
@@ -44,12 +45,12 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("MNIST by rows", 28, 128, 28, 128, 1),
+    Size("MNIST row by row", 28, 128, 28, 128, 1),
     Size("PTB small", 20, 20, 200, 200, 2),
     Size("PTB large", 35, 20, 1500, 1500, 2),
 )
-Turn = Callable[[], Any]
-_CALLS = 8  # of a turn that are timed
+Iteration = Callable[[], Any]
+_CALLS = 8  # timed calls in a contender's turn
 
 
 class Ours(nn.Module):
@@ -78,8 +79,8 @@ class Flax(nn.Module):
         return x
 
 
-def of_jax(module: nn.Module, size: Size) -> Turn:
-    """Returns a turn of a Linen module, compiled with the options of a run."""
+def of_jax(module: nn.Module, size: Size) -> Iteration:
+    """Returns a function that computes a Linen module's gradients, compiled with the options of a run."""
     x = jax.random.normal(jax.random.key(0), (size.steps, size.batch, size.inputs))
     variables = module.init(jax.random.key(1), x)
 
@@ -90,8 +91,8 @@ def of_jax(module: nn.Module, size: Size) -> Turn:
     return _compiled(gradients, variables, x)
 
 
-def of_products(size: Size) -> Turn:
-    """Returns a turn of the matrix products alone that forward and backward of our layers have."""
+def of_products(size: Size) -> Iteration:
+    """Returns a function that computes only our layers' matrix products, forward and backward."""
     keys = iter(jax.random.split(jax.random.key(0), 4 * size.layers))
     rows, width = (size.steps, size.batch), GATES * size.features
     layers = []
@@ -101,7 +102,7 @@ def of_products(size: Size) -> Turn:
         layers.append([jax.random.normal(next(keys), shape) for shape in shapes])
 
     def recurrent(first: jax.Array, kernel: jax.Array) -> jax.Array:
-        # One number of each product is added, so that a step waits for the one before.
+        # Add a value of each product to the next input, so that XLA cannot merge or reorder the steps.
         def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return x + jnp.dot(x, kernel)[:1, :1], None
 
@@ -120,14 +121,14 @@ def of_products(size: Size) -> Turn:
     return _compiled(products, layers)
 
 
-def _compiled(function: Callable[..., Any], *arguments: Any) -> Turn:
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Iteration:
     options = compiler_options(jax.make_mesh((1,), ("data",)))
     compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
     return lambda: jax.block_until_ready(compiled(*arguments))
 
 
-def of_torch(size: Size) -> Turn | None:
-    """Returns a turn of PyTorch's nn.LSTM; None if PyTorch is not installed."""
+def of_torch(size: Size) -> Iteration | None:
+    """Returns a function that computes the gradients of PyTorch's nn.LSTM; None without PyTorch."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -136,32 +137,32 @@ def of_torch(size: Size) -> Turn | None:
     layers = torch.nn.LSTM(size.inputs, size.features, size.layers)
     x = torch.randn(size.steps, size.batch, size.inputs, requires_grad=True)
 
-    def turn() -> None:
+    def iterate() -> None:
         layers.zero_grad()
         x.grad = None
         outputs, _ = layers(x)
         outputs.square().sum().backward()
 
-    return turn
+    return iterate
 
 
 def measure(size: Size, rounds: int) -> dict[str, float]:
-    """Returns median seconds by contender, of those that are installed."""
-    turns = {
+    """Returns the median seconds of each installed contender."""
+    iterations = {
         "ours": of_jax(Ours(size.features, size.layers), size),
         "flax": of_jax(Flax(size.features, size.layers), size),
         "torch": of_torch(size),
         "products": of_products(size),
     }
-    seconds: dict[str, list[float]] = {name: [] for name, turn in turns.items() if turn}
+    seconds: dict[str, list[float]] = {name: [] for name, iterate in iterations.items() if iterate}
     for _ in range(rounds):
         for name, times in seconds.items():
-            turn = turns[name]
-            assert turn is not None
-            turn()
+            iterate = iterations[name]
+            assert iterate is not None
+            iterate()
             begun = time.perf_counter()
             for _ in range(_CALLS):
-                turn()
+                iterate()
             times.append((time.perf_counter() - begun) / _CALLS)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
@@ -169,7 +170,7 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
 def table(measured: dict[Size, dict[str, float]]) -> str:
     """Returns the measurements as Markdown."""
     lines = [
-        "| size | steps, batch, layers | ours, ms | its products alone, ms | Flax's, ms | "
+        "| size | steps, batch, layers x features | ours, ms | our matrix products alone, ms | Flax's, ms | "
         "PyTorch's, ms | ours / Flax's | ours / PyTorch's |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
@@ -199,9 +200,9 @@ def main() -> None:
         torch = f"PyTorch {importlib.import_module('torch').__version__}"
     command = f"--rounds={values.rounds}"
     text = (
-        f"Gradients of LSTM layers for weights and inputs, float32: jax {jax.__version__}, flax "
-        f"{flax.__version__}, {torch}, {processor()}, {num_cores()} core(s). Medians of "
-        f"{values.rounds} turns; a ratio below 1 is ours ahead.\n"
+        f"Time of the gradients of LSTM layers with respect to weights and inputs, in float32: "
+        f"jax {jax.__version__}, flax {flax.__version__}, {torch}, {processor()}, {num_cores()} core(s). "
+        f"Medians of {values.rounds} rounds. Below a ratio of 1, our layers are faster.\n"
         f"Command: `python -m experiments.bench.lstm {command}`\n\n{table(measured)}"
     )
     print(text, end="")
@@ -210,7 +211,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 9, "Turns of each.", lower_bound=1)
-    flags.DEFINE_integer("most_features", 1500, "Leaves wider layers out.", lower_bound=128)
+    flags.DEFINE_integer(
+        "rounds", 9, "Rounds; each contender takes one turn per round.", lower_bound=1
+    )
+    flags.DEFINE_integer("most_features", 1500, "Skips wider layers.", lower_bound=128)
     flags.DEFINE_bool("write", False, "Whether to write lstm.md beside this file.")
     cli.run_main(main)

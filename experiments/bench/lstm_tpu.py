@@ -1,11 +1,11 @@
-"""Time of the large Penn Treebank network's update by the TPU compiler: our LSTM's and Flax's.
+"""The TPU compiler's estimate for an update of the large Penn Treebank network: our LSTM and Flax's.
 
   python -m experiments.bench.lstm_tpu --write
 
-No TPU is needed: the compiler is a library. It compiles an embedding, two layers of 1,500 cells, a
-softmax over 10,000 words, the gradient of the loss and SGD, for a batch of 20 and of 160 windows of
-35 words, on one core of a TPU v3, and estimates the time. The networks differ in the layers alone,
-those of `experiments.bench.lstm`.
+No TPU is needed: the compiler is a library. It compiles an update with SGD for one core of a TPU v3,
+and estimates its time. The network has an embedding, two layers of 1,500 cells and a softmax over
+10,000 words; batches have 20 and 160 windows of 35 words. The LSTM layers are those of
+`experiments.bench.lstm`.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ LAYERS = {"ours": Ours, "Flax's": Flax}
 
 
 class Network(nn.Module):
-    """A language model, the layers of which are a module of their own."""
+    """A language model whose recurrent layers are a given module."""
 
     layers: nn.Module
     features: int
@@ -41,18 +41,18 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, words: jax.Array) -> jax.Array:
-        """Logits (steps, batch, words) of words (steps, batch)."""
+        """Returns logits (steps, batch, words) for words (steps, batch)."""
         inputs = nn.Embed(self.words, self.features)(words)
         return nn.Dense(self.words)(self.layers(inputs))
 
 
 def milliseconds(name: str, batch: int, features: int, words: int) -> float:
-    """Returns the compiler's estimate of an update."""
+    """Returns the compiler's estimate for an update."""
     network = Network(LAYERS[name](features, LARGE.layers), features, words)
-    place = SingleDeviceSharding(topology.devices(SLICE)[0])
-    text = jax.ShapeDtypeStruct((LARGE.steps, batch), jnp.int32, sharding=place)
+    sharding = SingleDeviceSharding(topology.devices(SLICE)[0])
+    text = jax.ShapeDtypeStruct((LARGE.steps, batch), jnp.int32, sharding=sharding)
     params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(network.init, jax.random.key(0), text),
     )
 
@@ -70,10 +70,10 @@ def milliseconds(name: str, batch: int, features: int, words: int) -> float:
 def table(features: int, words: int) -> str:
     """Returns the estimates as Markdown."""
     lines = [
-        f"An update of {LARGE.layers} x {features} cells and {words:,} words, {LARGE.steps} steps: "
-        f"jax {jax.__version__}, flax {flax.__version__}, libtpu "
-        f"{importlib.metadata.version('libtpu')}. The compiler's estimates for one core of a TPU "
-        "v3; nothing was run. A ratio below 1 is ours ahead.",
+        f"An update of an LSTM language model with {LARGE.layers} layers of {features:,} cells, "
+        f"{words:,} words and {LARGE.steps} steps: jax {jax.__version__}, flax {flax.__version__}, libtpu "
+        f"{importlib.metadata.version('libtpu')}. The times are the compiler's estimates for one core of a "
+        "TPU v3; nothing was run. Below a ratio of 1, our LSTM is faster.",
         "Command: `python -m experiments.bench.lstm_tpu`",
         "",
         "| batch | ours, ms | Flax's, ms | ours / Flax's |",
@@ -86,7 +86,7 @@ def table(features: int, words: int) -> str:
 
 
 def main() -> None:
-    """Compiles, prints the table and writes it if asked."""
+    """Compiles, prints the table, and writes it with --write."""
     text = table(flags.FLAGS.features, flags.FLAGS.words)
     print(text, end="")
     if flags.FLAGS.write:
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("features", LARGE.features, "Cells of a layer.", lower_bound=1)
-    flags.DEFINE_integer("words", WORDS, "Of the vocabulary.", lower_bound=2)
+    flags.DEFINE_integer("features", LARGE.features, "Cells per layer.", lower_bound=1)
+    flags.DEFINE_integer("words", WORDS, "Words in the vocabulary.", lower_bound=2)
     flags.DEFINE_bool("write", False, "Whether to write lstm_tpu.md beside this file.")
     cli.run_main(main)

@@ -1,12 +1,11 @@
-"""Time of a save within the training loop: its call, and the updates while it is written.
+"""Cost of a checkpoint in the training loop: the blocking call, and slower updates during writing.
 
   python -m experiments.bench.save_stall
 
-A LAMB update of a state of random numbers, its buffers donated as in the trainer, alternating:
-updates alone, updates while a checkpoint is written in the background, and a save that is waited
-for. The loop stands still during the call of the save, in which the state is copied off the device;
-the writing, compressing and checksumming that follow share the cores with the updates only where,
-as here, the device is the CPU.
+Makes LAMB updates of a random state, with donated buffers as in the trainer. It alternates between
+updates alone, updates while a checkpoint is written in the background, and a synchronous save. The
+loop blocks during the save's call, which copies the state off the device. Writing, compression and
+checksums run afterwards; they share cores with the updates only if the device is the CPU, as here.
 """
 
 import os
@@ -29,7 +28,7 @@ _NUM_LEAVES = 24
 
 
 def make_state(megabytes: int) -> tuple[Any, Callable[[Any], Any]]:
-    """Parameters and both moments, together of that size, and the donating update."""
+    """Returns parameters and both moments with this total size, and an update function that donates them."""
     width = int((megabytes * 2**20 / 4 / 3 / _NUM_LEAVES) ** 0.5)
     keys = jax.random.split(jax.random.key(0), _NUM_LEAVES)
     params = {f"kernel{i}": jax.random.normal(key, (width, width)) for i, key in enumerate(keys)}
@@ -45,14 +44,14 @@ def make_state(megabytes: int) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def timed(step: Callable[[Any], Any], state: Any) -> tuple[Any, float]:
-    """The next state, and the seconds to it."""
+    """Returns the next state, and the seconds until it is ready."""
     start = time.monotonic()
     state = jax.block_until_ready(step(state))
     return state, time.monotonic() - start
 
 
 def measure(directory: pathlib.Path) -> dict[str, list[float]]:
-    """Seconds, by what was timed; the first round, in which all is compiled, is left out."""
+    """Returns the seconds of each timed action, without the first round, which compiles."""
     values = flags.FLAGS
     state, step = make_state(values.megabytes)
     seconds: dict[str, list[float]] = {
@@ -70,7 +69,7 @@ def measure(directory: pathlib.Path) -> dict[str, list[float]]:
             start = time.monotonic()
             checkpoints.save(2 * number, state, {})
             seconds["call"].append(time.monotonic() - start)
-            # A checkpoint has its name when it is complete.
+            # A checkpoint gets its final name when it is complete.
             while not (directory / str(2 * number)).exists():
                 state, one = timed(step, state)
                 seconds["beside"].append(one)
@@ -85,7 +84,7 @@ def measure(directory: pathlib.Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures, prints the table and writes it if asked."""
+    """Measures, prints the table, and writes it with --write."""
     values = flags.FLAGS
     with tempfile.TemporaryDirectory(dir=values.directory) as directory:
         seconds = measure(pathlib.Path(directory))
@@ -95,22 +94,24 @@ def main() -> None:
     )
     rows = [
         ("update alone", update, 1.0),
-        ("call of the save, in which the loop stands still", call, call / update),
+        ("call of the save, which blocks the loop", call, call / update),
         ("update while the checkpoint is written", beside, beside / update),
-        ("from the call until it is complete", written, written / update),
-        ("save that is waited for", waited, waited / update),
+        ("from the call until the checkpoint is complete", written, written / update),
+        ("blocking save", waited, waited / update),
     ]
     lines = [
-        f"State of {values.megabytes} MB of random float32, LAMB, jax {jax.__version__}, "
-        f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians "
-        f"of {values.rounds} rounds; {len(seconds['beside'])} updates fell beside a save.",
+        f"State of {values.megabytes} MB of random float32 values (parameters and LAMB's moments), "
+        f"jax {jax.__version__}, "
+        f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians of "
+        f"{values.rounds} rounds; in all, {len(seconds['beside'])} updates ran while checkpoints were "
+        "written.",
         *([values.note] if values.note else []),
         "",
-        "| what | ms | updates alone |",
+        "| what | ms | relative to an update alone |",
         "|---|--:|--:|",
         *(f"| {what} | {1000 * time_:.1f} | {ratio:.2f} |" for what, time_, ratio in rows),
         "",
-        f"The call takes {call / waited:.3f} of a save that is waited for.",
+        f"The call takes {call / waited:.3f} times as long as a blocking save.",
     ]
     text = "\n".join(lines) + "\n"
     print(text, end="")
@@ -120,9 +121,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("megabytes", 300, "Size of the state.", lower_bound=1)
-    flags.DEFINE_integer("steps", 10, "Updates alone in a round.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 5, "Rounds that count.", lower_bound=1)
-    flags.DEFINE_string("directory", None, "Where to save; else the system's temporary folder.")
-    flags.DEFINE_string("note", "", "What else ran on the machine, for the table.")
+    flags.DEFINE_integer("steps", 10, "Updates per round without a save.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
+    flags.DEFINE_string(
+        "directory", None, "Folder for the checkpoints (default: the system's temporary folder)."
+    )
+    flags.DEFINE_string("note", "", "Note for the page, such as other load on the machine.")
     flags.DEFINE_bool("write", False, "Whether to write save_stall.md beside this file.")
     cli.run_main(main)

@@ -1,14 +1,14 @@
-"""Time of a training step, ours beside PyTorch's, for each network of `step_networks`.
+"""Time of a training step in lamb_tpu and in PyTorch, for each network of `step_networks`.
 
   python -m experiments.bench.step --write
   python -m experiments.bench.step --platform=gpu --write
 
-Times the whole update (forward, backward and LAMB) in float32: ours, PyTorch's as it stands and by
-torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
-transformers. The contenders take turns in one process, so that what else the machine does falls on
-all of them; read the ratios and not the milliseconds. On a CPU a second table has the time of ours
-by kind of operation; `cpu_profile` says how it is taken and what keeps a network behind. On a GPU
-both libraries may round the factors of products to TensorFloat-32.
+Times the full update (forward, backward and LAMB) in float32: ours, and PyTorch's in eager mode and
+by torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
+transformers. The contenders alternate in one process, so that other load affects all of them. Read
+the ratios, not the milliseconds. On a CPU, a second table splits our time by type of operation;
+`cpu_profile` explains how, and why some networks are slower here. On a GPU both libraries may use
+TensorFloat-32 for products.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.bench import cpu_profile
+from experiments.bench import cpu_profile, peers
 from experiments.bench.step_networks import NETWORKS, PLATFORMS, Network
 from experiments.bench.step_update import Update, ours
 from lamb_tpu import cli
@@ -33,19 +33,19 @@ _FORMS = ("eager", "compiled")
 
 
 def theirs(network: Network, form: str) -> Update | None:
-    """One update of PyTorch's on JAX' platform; None if a package is not installed."""
+    """Returns a function that makes one PyTorch update on JAX's platform; None if a package is missing."""
     try:
         torch, timm = importlib.import_module("torch"), importlib.import_module("timm.optim")
         module = network.peer(torch)
     except ImportError:
         return None
     torch.set_num_threads(num_cores())
-    torch.set_float32_matmul_precision("high")  # as JAX on a GPU; nothing changes on a CPU
+    torch.set_float32_matmul_precision("high")  # as JAX does on a GPU; no effect on a CPU
     device = torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
     module = module.to(device)
-    optimizer = timm.Lamb(module.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)
+    optimizer = peers.lamb(timm, module.parameters(), True, lr=1e-3, weight_decay=0.01)
     if network.pixels:
-        # PyTorch's own advice for convolutions.
+        # PyTorch recommends this layout for convolutions.
         module = module.to(memory_format=torch.channels_last)
         x = torch.rand(network.batch, network.channels, network.pixels, network.pixels)
         x = x.to(device).contiguous(memory_format=torch.channels_last)
@@ -76,14 +76,14 @@ def theirs(network: Network, form: str) -> Update | None:
 
 
 def contenders(network: Network) -> dict[str, Update]:
-    """Returns the update of each row that is installed."""
-    found: dict[str, Update | None] = {"ours": ours(network)}
-    found |= {form: theirs(network, form) for form in _FORMS}
-    return {name: update for name, update in found.items() if update is not None}
+    """Returns a function that makes an update, for each installed contender."""
+    updates: dict[str, Update | None] = {"ours": ours(network)}
+    updates |= {form: theirs(network, form) for form in _FORMS}
+    return {name: update for name, update in updates.items() if update is not None}
 
 
 def measure(network: Network, rounds: int) -> dict[str, float]:
-    """Returns the median seconds of an update of each contender, in turns after a warm-up."""
+    """Returns each contender's median seconds per update; after a warm-up, the contenders take turns."""
     updates = contenders(network)
     for update in updates.values():
         update()
@@ -91,7 +91,7 @@ def measure(network: Network, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for _ in range(rounds):
         for name, update in updates.items():
-            for _ in range(2):  # the first of them warms what the others have pushed out
+            for _ in range(2):  # the first refills the caches that other contenders used
                 began = time.perf_counter()
                 update()
                 taken = time.perf_counter() - began
@@ -109,15 +109,16 @@ def row(name: str, network: Network, seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measures every network, prints the table and writes it if asked."""
+    """Measures every network, prints the table, and writes it with --write."""
     values = flags.FLAGS
     if values.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         cpu_devices.make(values.devices)
     else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some too
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
     if jax.default_backend() != values.platform:
-        raise UserError(f"--platform is {values.platform!r}, and JAX has {jax.default_backend()}")
+        platform = jax.default_backend()
+        raise UserError("--platform", values.platform, "is not available", f"use {platform}")
     names = values.networks or PLATFORMS[values.platform]
     chosen = "".join(f" --networks={name}" for name in values.networks)
     versions = []
@@ -127,13 +128,14 @@ def main() -> None:
         except ImportError:
             versions.append(f"{package} not installed")
     lines = [
-        f"One update with LAMB, float32: jax {jax.__version__}, {', '.join(versions)}, "
+        f"One update with LAMB in float32: jax {jax.__version__}, {', '.join(versions)}, "
         f"{num_cores()} cores, {values.devices} x {jax.devices()[0].device_kind}. Medians of "
-        f"{values.rounds}; the ratio is to PyTorch's faster form, and below 1 ours is ahead.",
+        f"{values.rounds} updates. The ratio is our time divided by that of PyTorch's faster form.",
         f"Command: `python -m experiments.bench.step --platform={values.platform}"
         f" --rounds={values.rounds} --devices={values.devices}{chosen}`",
         "",
-        "| network | batch | ours, ms | PyTorch eager, ms | compiled, ms | ratio |",
+        "| network | batch x pixels or tokens | ours, ms | PyTorch eager, ms | PyTorch compiled, ms | "
+        "ratio |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines), flush=True)
@@ -149,11 +151,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_enum("platform", "cpu", list(PLATFORMS), "Where to measure.")
+    flags.DEFINE_enum("platform", "cpu", list(PLATFORMS), "Platform to measure on.")
     flags.DEFINE_integer("rounds", 5, "Timed updates of each contender.", lower_bound=1)
-    flags.DEFINE_integer("devices", 1, "Devices of the CPU.", lower_bound=1)
+    flags.DEFINE_integer("devices", 1, "Number of CPU devices.", lower_bound=1)
     flags.DEFINE_multi_enum(
-        "networks", [], list(NETWORKS), "Those to measure; default those of the platform."
+        "networks", [], list(NETWORKS), "Networks to measure (default: all that suit the platform)."
     )
     flags.DEFINE_bool("write", False, "Whether to write step_PLATFORM.md beside this file.")
     cli.run_main(main)

@@ -1,4 +1,4 @@
-"""Random examples in memory, for benchmarks of a step: data sets of `config.data.name`."""
+"""Data sets of random examples in memory, for benchmarks of a step; `config.data.name` selects them."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from lamb_tpu.data import ArraySource
 
 
 def images(split: str, size: int = 28, channels: int = 1, count: int = 64) -> ArraySource:
-    """Random pixels and one of ten classes."""
+    """Returns random pixels with one of ten classes."""
     rng = np.random.default_rng(0)
     arrays = {
         "image": rng.integers(256, size=(count, size, size, channels), dtype=np.uint8),
@@ -18,14 +18,14 @@ def images(split: str, size: int = 28, channels: int = 1, count: int = 64) -> Ar
 def masked_text(
     split: str, length: int = 128, predicted: int = 20, words: int = 8192, count: int = 32
 ) -> ArraySource:
-    """Random words with `predicted` of them to guess, in the fields of the task masked_lm."""
+    """Returns random words, `predicted` of them masked, with the fields of the task masked_lm."""
     rng = np.random.default_rng(0)
-    places = np.stack([np.sort(rng.permutation(length)[:predicted]) for _ in range(count)])
+    positions = np.stack([np.sort(rng.permutation(length)[:predicted]) for _ in range(count)])
     arrays = {
         "input_ids": rng.integers(words, size=(count, length), dtype=np.int32),
         "token_type_ids": np.zeros((count, length), np.int32),
         "attention_mask": np.ones((count, length), bool),
-        "masked_positions": places.astype(np.int32),
+        "masked_positions": positions.astype(np.int32),
         "masked_ids": rng.integers(words, size=(count, predicted), dtype=np.int32),
         "masked_weights": np.ones((count, predicted), np.float32),
         "next_sentence_label": rng.integers(2, size=count, dtype=np.int32),

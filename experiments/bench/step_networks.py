@@ -1,17 +1,15 @@
-"""The networks of `step`, as a config here and as a module of PyTorch.
+"""The networks of `step`, each as a config of this package and as a PyTorch module.
 
-PyTorch is imported where a module is built: it is an extra of its own.
+PyTorch is imported only when a module is built, because it is in a separate extra.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
+from lamb_tpu.spec import Spec, changed
 
-from lamb_tpu.config import base_config
-
-Modules = Callable[[Any], Any]  # from torch to a module of it
+Modules = Callable[[Any], Any]  # called with the package torch, returns a module
 
 
 class Network(NamedTuple):
@@ -19,11 +17,11 @@ class Network(NamedTuple):
 
     Attributes:
       model: fields of config.model.
-      batch: examples of an update.
+      batch: examples per update.
       pixels: height and width of its images; 0 for text.
-      channels: of the images.
-      peer: from the package torch to the same network; raises ImportError where another package
-        is missing.
+      channels: channels of its images.
+      peer: called with the package torch, returns the same network; raises ImportError if another
+        package that it needs is missing.
     """
 
     model: Mapping[str, Any]
@@ -33,31 +31,35 @@ class Network(NamedTuple):
     peer: Modules
 
 
-def config_of(network: Network) -> ConfigDict:
-    """Returns a recipe: the network, LAMB, and random examples, one batch of them."""
-    config = base_config()
-    config.batch_size = network.batch
-    config.duration = "1000 steps"
-    config.schedule.decay = "constant"
-    config.model = ConfigDict(network.model)
-    config.optimizer = ConfigDict(
-        {"name": "lamb", "learning_rate": 1e-3, "rules": "no_bias_no_norm"}
-    )
-    config.task = ConfigDict({"name": "classification", "input_std": 255.0})
-    config.data.name = "experiments.bench.step_data:images"
-    config.data.train_split = config.data.eval_split = "all"
-    config.data.options = ConfigDict(
-        {"size": network.pixels, "channels": network.channels, "count": network.batch}
-    )
+def config_of(network: Network) -> Spec:
+    """Returns a config with the network, LAMB, and one batch of random examples."""
+    changes = {
+        "batch_size": network.batch,
+        "duration": "1000 steps",
+        "schedule.decay": "constant",
+        "model": network.model,
+        "optimizer": {"name": "lamb", "learning_rate": 1e-3, "rules": "no_bias_no_norm"},
+        "task": {"name": "classification", "input_std": 255.0},
+        "data.name": "experiments.bench.step_data:images",
+        "data.train_split": "all",
+        "data.eval_split": "all",
+        "data.options": {
+            "size": network.pixels,
+            "channels": network.channels,
+            "count": network.batch,
+        },
+    }
     if not network.pixels:
-        config.task = ConfigDict({"name": "masked_lm"})
-        config.data.name = "experiments.bench.step_data:masked_text"
-        config.data.options = ConfigDict({"count": network.batch})
-    return config
+        changes |= {
+            "task": {"name": "masked_lm"},
+            "data.name": "experiments.bench.step_data:masked_text",
+            "data.options": {"count": network.batch},
+        }
+    return changed(Spec(), changes)
 
 
 def lenet(torch: Any) -> Any:
-    """The network of the author's MNIST code, as `lamb_tpu.models.lenet.LeNet`."""
+    """Returns the network of the author's MNIST code, `lamb_tpu.models.lenet.LeNet`."""
     nn = torch.nn
     return nn.Sequential(
         nn.Conv2d(1, 32, 5, padding=2),
@@ -75,7 +77,7 @@ def lenet(torch: Any) -> Any:
 
 
 def lenet5(torch: Any) -> Any:
-    """LeNet-5, as `lamb_tpu.models.lenet.LeNet5`."""
+    """Returns LeNet-5, `lamb_tpu.models.lenet.LeNet5`."""
     nn = torch.nn
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2),
@@ -94,7 +96,7 @@ def lenet5(torch: Any) -> Any:
 
 
 def davidnet(torch: Any) -> Any:
-    """DavidNet of width 64, as `lamb_tpu.models.davidnet.DavidNet`."""
+    """Returns DavidNet of width 64, `lamb_tpu.models.davidnet.DavidNet`."""
     nn = torch.nn
 
     def layer(inputs: int, outputs: int, *more: Any) -> Any:
@@ -134,7 +136,7 @@ def of_timm(name: str) -> Modules:
 
 
 def bert(layers: int, width: int, batch: int) -> Network:
-    """BERT with heads of 64 units and both heads of pre-training; the peer is of transformers."""
+    """Returns a BERT with attention heads of width 64 and both pre-training heads."""
     heads, words = width // 64, 8192
 
     def build(torch: Any) -> Any:
@@ -183,6 +185,6 @@ NETWORKS: dict[str, Network] = {
     "BERT-Base": bert(12, 768, 32),
     "BERT-Large": bert(24, 1024, 32),
 }
-_TOO_SLOW = ("BERT-Base", "BERT-Large")  # on a CPU
-# The networks that are measured on each platform.
+_TOO_SLOW = ("BERT-Base", "BERT-Large")  # for a CPU
+# The networks measured on each platform.
 PLATFORMS = {"cpu": [name for name in NETWORKS if name not in _TOO_SLOW], "gpu": list(NETWORKS)}

@@ -12,7 +12,7 @@ Update = Callable[[], None]
 
 
 def ours(network: Network) -> Update:
-    """One update of our step on all devices, on a batch that stays there."""
+    """Returns a function that makes one update with our step, on all devices."""
     run = prepare(config_of(network), None)
     state, step = run.first_state(), run.make_train_step()
     batch = run.shard_batch(run.train_set.gather(np.arange(network.batch)))

@@ -1,13 +1,14 @@
-"""Time of the optimizer's update, ours beside Optax's and timm's, for BERT-Large.
+"""Time of the optimizer update for BERT-Large: ours, Optax's and timm's.
 
   python -m experiments.bench.update_speed --write
 
-Times `tx.update` and `optax.apply_updates` together, jitted, buffers donated, in float32, and the
-step of timm's Lamb under PyTorch, which the extra `bench` installs. The contenders take turns in
-one process, each with fresh buffers that it gives back, so that what else the machine does falls on
-all of them; read the ratios and not the milliseconds.
+Times `tx.update` and `optax.apply_updates` together, jitted, with donated buffers, in float32. Also
+times the step of timm's Lamb under PyTorch, which the extra `bench` installs. The contenders
+alternate in one process, so that other load affects all of them; each allocates new buffers and frees
+them. Read the ratios, not the milliseconds.
 """
 
+import functools
 import importlib
 import os
 import pathlib
@@ -22,29 +23,33 @@ import numpy as np
 import optax
 from absl import flags
 
-from experiments.bench import bert
+from experiments.bench import bert, peers
 from experiments.bench.bert import STACKED, Target
 from lamb_tpu import cli, optim
 
-_WARM, _TIMED = 1, 3  # updates in a turn
+_WARM, _TIMED = 1, 3  # untimed and timed updates in a call of `iterate`
 
 
 class Contender(NamedTuple):
-    """One row."""
+    """A row of the table."""
 
-    turn: Callable[[], list[float]] | None  # seconds of each timed update; None: not installed
-    moved: float | None = None  # bytes over the least possible, as XLA counts them
-    temporary: float | None = None  # bytes over those of the parameters
+    iterate: (
+        Callable[[], list[float]] | None
+    )  # returns seconds per timed update; None if not installed
+    moved: float | None = (
+        None  # bytes that XLA's cost analysis counts as moved, relative to the minimum
+    )
+    temporary: float | None = None  # temporary bytes, relative to the parameters
 
 
 def optax_contender(
     tx: optax.GradientTransformation, words: int, num_layers: int, width: int, stacked: bool = False
 ) -> Contender:
-    """An Optax transformation; `words` is the least to read and write for a parameter."""
+    """Returns an Optax contender; `words` is the minimum number of float32 words moved per parameter."""
     compiled = bert.compile_update(tx, num_layers, width, stacked)
     size = 4 * bert.num_values(num_layers, width)
 
-    def turn():
+    def iterate():
         params, grads = (
             jax.tree.map(jnp.array, _values(bert.bert_shapes(num_layers, width, stacked)))
             for _ in range(2)
@@ -58,54 +63,87 @@ def optax_contender(
         return _times(update)
 
     return Contender(
-        turn,
+        iterate,
         compiled.cost_analysis()["bytes accessed"] / (words * size),
         compiled.memory_analysis().temp_size_in_bytes / size,
     )
 
 
-def timm_contender(num_layers: int, width: int, foreach: bool) -> Contender:
-    """timm's Lamb as in Algorithm 2: every leaf decays and adapts, gradients are not clipped."""
+def torch_contender(num_layers: int, width: int, make: Callable[[Any, Any, Any], Any]) -> Contender:
+    """Returns a contender that runs under PyTorch, on JAX's platform.
+
+    Args:
+      num_layers, width: size of the network.
+      make: called with torch, timm.optim and the parameters; returns the optimizer.
+    """
     try:
         torch, timm = importlib.import_module("torch"), importlib.import_module("timm.optim")
     except ImportError:
         return Contender(None)
     torch.set_num_threads(os.cpu_count())
+    device = torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
 
-    def turn():
+    def iterate():
         params = []
         for value, grad in zip(
             *(_values(bert.leaf_shapes(num_layers, width)) for _ in range(2)), strict=True
         ):
-            params.append(torch.nn.Parameter(torch.tensor(value)))
-            params[-1].grad = torch.tensor(grad)
-        optimizer = timm.Lamb(
-            params, lr=1e-3, weight_decay=0.01, max_grad_norm=None, foreach=foreach
-        )
-        return _times(optimizer.step)
+            params.append(torch.nn.Parameter(torch.tensor(value, device=device)))
+            params[-1].grad = torch.tensor(grad, device=device)
+        optimizer = make(torch, timm, params)
 
-    return Contender(turn)
+        def update():
+            optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return _times(update)
+
+    return Contender(iterate)
+
+
+def _lamb(foreach: bool) -> Callable[[Any, Any, Any], Any]:
+    """Returns timm's Lamb without clipping, as in the paper's Algorithm 2: all leaves decay and adapt."""
+    return lambda torch, timm, params: peers.lamb(
+        timm, params, foreach, lr=1e-3, weight_decay=0.01, max_grad_norm=None
+    )
+
+
+def _adamw(torch: Any, timm: Any, params: Any) -> Any:
+    del timm
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def makers(num_layers: int, width: int) -> dict[str, Callable[[], Contender]]:
+    """Returns for each row a function that compiles it."""
+    size = num_layers, width
+
+    def ours(tx: optax.GradientTransformation, words: int, stacked: bool = False) -> Any:
+        return functools.partial(optax_contender, tx, words, *size, stacked)
+
+    def theirs(make: Callable[[Any, Any, Any], Any]) -> Any:
+        return functools.partial(torch_contender, *size, make)
+
+    return {
+        "optax.adamw": ours(optax.adamw(1e-3, weight_decay=0.01), 7),
+        "optax.lamb": ours(optax.lamb(1e-3, weight_decay=0.01), 10),
+        "torch AdamW, fused": theirs(_adamw),
+        "timm Lamb": theirs(_lamb(foreach=False)),
+        "timm Lamb, foreach": theirs(_lamb(foreach=True)),
+        "lamb": ours(optim.lamb(1e-3), 10),
+        "lamb, stacked layers": ours(optim.lamb(1e-3, rules=STACKED), 10, stacked=True),
+    }
 
 
 def contenders(num_layers: int, width: int) -> dict[str, Contender]:
-    """Every row, compiled."""
-    size = num_layers, width
-    return {
-        "optax.adamw": optax_contender(optax.adamw(1e-3, weight_decay=0.01), 7, *size),
-        "optax.lamb": optax_contender(optax.lamb(1e-3, weight_decay=0.01), 10, *size),
-        "timm Lamb": timm_contender(*size, foreach=False),
-        "timm Lamb, foreach": timm_contender(*size, foreach=True),
-        "lamb": optax_contender(optim.lamb(1e-3), 10, *size),
-        "lamb, stacked layers": optax_contender(
-            optim.lamb(1e-3, rules=STACKED), 10, *size, stacked=True
-        ),
-    }
+    """Returns every row, compiled."""
+    return {name: make() for name, make in makers(num_layers, width).items()}
 
 
 def table(
     rows: dict[str, Contender], seconds: dict[str, list[float]], num_layers: int, width: int
 ) -> str:
-    """The measurements as Markdown."""
+    """Returns the measurements as Markdown."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     leaves = [len(bert.leaf_shapes(num_layers, width, stacked)) for stacked in (False, True)]
     torch = "PyTorch not installed"
@@ -113,14 +151,15 @@ def table(
         versions = [importlib.import_module(name).__version__ for name in ("torch", "timm")]
         torch = "PyTorch {}, timm {}".format(*versions)
     lines = [
-        f"Update of {bert.num_values(num_layers, width) / 1e6:.1f} M float32 parameters, "
-        f"{leaves[0]} leaves, {leaves[1]} with stacked layers: jax {jax.__version__}, optax "
+        f"Optimizer update of {bert.num_values(num_layers, width) / 1e6:.1f} M float32 parameters in "
+        f"{leaves[0]} leaves, or {leaves[1]} with stacked layers: jax {jax.__version__}, optax "
         f"{optax.__version__}, {torch}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores. "
-        f"Medians of {len(seconds['lamb'])}; the ratios compare medians. Moved: bytes by XLA's "
-        f"count over the least possible, 10 words a parameter for LAMB and 7 for AdamW. Temporary: "
-        f"of the parameters' size.",
+        f"Medians of {len(seconds['lamb'])} updates; the ratios compare medians. `moved`: the bytes "
+        f"read and written by XLA's count, divided by the minimum, which is 10 words of 4 bytes per "
+        f"parameter "
+        f"for LAMB and 7 words for AdamW. `temporary`: temporary memory, relative to the parameters' bytes.",
         "",
-        "| update | ms | fastest ms | of optax.lamb | of optax.adamw | moved | temporary |",
+        "| update | ms | fastest ms | time / optax.lamb | time / optax.adamw | moved | temporary |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -139,19 +178,23 @@ def table(
 
 
 def targets(rows: dict[str, Contender], seconds: dict[str, list[float]]) -> list[Target]:
-    """Returns the targets of the update's time on a CPU."""
+    """Returns the targets for the update's time on a CPU."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     passes = (
-        "XLA's CPU compiler gives each output and each norm a pass of its own: 14 words a "
-        "parameter are moved, not 10"
+        "XLA's CPU compiler makes a separate pass for each output and each norm, which moves 14 "
+        "words per parameter instead of 10"
     )
-    partial = "partial sums, one for 8 or 16 values, are kept until the norms are taken"
+    partial = "partial sums, one per 8 or 16 values, are stored until the norms are computed"
     return [
         target
         for name in ("lamb", "lamb, stacked layers")
         for target in (
-            Target(name, "of optax.lamb", 0.6, medians[name] / medians["optax.lamb"], 2, passes),
-            Target(name, "of optax.adamw", 2.0, medians[name] / medians["optax.adamw"], 2, passes),
+            Target(
+                name, "time / optax.lamb", 0.6, medians[name] / medians["optax.lamb"], 2, passes
+            ),
+            Target(
+                name, "time / optax.adamw", 2.0, medians[name] / medians["optax.adamw"], 2, passes
+            ),
             Target(name, "temporary, %", 10.0, 100 * rows[name].temporary, 1, partial),
         )
     ]
@@ -167,7 +210,7 @@ def _times(update: Callable[[], Any]) -> list[float]:
 
 
 def _values(shapes: Any) -> Any:
-    """Arrays of the shapes: a million normal numbers over and over, which is quick to make."""
+    """Returns arrays that repeat a million normal numbers, which is fast."""
     numbers = 0.02 * np.random.default_rng(0).standard_normal(2**20, dtype=np.float32)
     return jax.tree.map(
         lambda shape: np.resize(numbers, shape), shapes, is_leaf=lambda s: isinstance(s, tuple)
@@ -175,13 +218,13 @@ def _values(shapes: Any) -> Any:
 
 
 def main() -> None:
-    """Measures, prints the tables and writes them if asked."""
+    """Measures, prints the tables, and writes them with --write."""
     values = flags.FLAGS
     rows = contenders(values.layers, values.width)
-    seconds = {name: [] for name, row in rows.items() if row.turn}
+    seconds = {name: [] for name, row in rows.items() if row.iterate}
     for _ in range(values.rounds):
         for name, times in seconds.items():
-            times += rows[name].turn()
+            times += rows[name].iterate()
     text = table(rows, seconds, values.layers, values.width)
     text += "\n" + bert.target_table(targets(rows, seconds))
     print(text, end="")
@@ -190,8 +233,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 4, "Turns of each, of 3 timed updates.", lower_bound=1)
+    flags.DEFINE_integer(
+        "rounds", 4, "Rounds; each contender makes 3 timed updates per round.", lower_bound=1
+    )
     flags.DEFINE_integer("layers", 24, "Transformer layers.", lower_bound=1)
-    flags.DEFINE_integer("width", 1024, "Of the hidden layer.", lower_bound=2)
+    flags.DEFINE_integer("width", 1024, "Width of the hidden layers.", lower_bound=2)
     flags.DEFINE_bool("write", False, "Whether to write update_speed.md beside this file.")
     cli.run_main(main)

@@ -1,10 +1,10 @@
-"""Time of the update as the TPU compiler estimates it, ours beside Optax's, for BERT-Large.
+"""The TPU compiler's estimate of the optimizer update for BERT-Large: ours and Optax's.
 
   python -m experiments.bench.update_tpu --write
 
 No TPU is needed: the compiler is a library. It compiles `tx.update` together with
-`optax.apply_updates`, buffers donated, in float32, for one core of a TPU v3. It estimates the time,
-the bytes that are read and written, and the memory needed in addition.
+`optax.apply_updates`, with donated buffers, in float32, for one core of a TPU v3. It estimates the
+time, the bytes read and written, and the temporary memory.
 """
 
 import importlib.metadata
@@ -22,8 +22,8 @@ from lamb_tpu import cli, optim
 from lamb_tpu.cost import topology
 from lamb_tpu.cost.hlo import program_cost
 
-SLICE = topology.topology("v3-8")  # the smallest: four chips of two cores
-BYTES_PER_SECOND = 450e9  # of one core
+SLICE = topology.topology("v3-8")  # the smallest slice: four chips of two cores
+BYTES_PER_SECOND = 450e9  # bandwidth of one core
 
 
 class Contender(NamedTuple):
@@ -31,7 +31,7 @@ class Contender(NamedTuple):
 
     tx: optax.GradientTransformation
     stacked: bool
-    words: float  # least number of float32 words to read and write for a parameter
+    words: float  # minimum number of float32 words to read and write per parameter
 
 
 class Estimate(NamedTuple):
@@ -39,14 +39,15 @@ class Estimate(NamedTuple):
 
     milliseconds: float
     gigabytes: float
-    least: float  # gigabytes
+    least: float  # minimum gigabytes
     fusions: int
     temporary: float  # MiB
 
 
-# LAMB reads g, p, m, v, writes m, v and, when both norms are known, reads p, m, v and writes p.
-# A first moment of half a word saves that much of each of the three times. LARS needs g, p for its
-# norms, then g, p and the momentum, and writes two. AdamW reads four and writes three.
+# LAMB reads g, p, m and v, and writes m and v; when both norms are known, it reads p, m and v, and
+# writes p. A bfloat16 first moment saves half a word in each of its three accesses. LARS reads g and p
+# for its norms, then g, p and the momentum, and writes p and the momentum. AdamW reads g, p, m and v,
+# and writes p, m and v.
 CONTENDERS = {
     "optax.adamw": Contender(optax.adamw(1e-3, weight_decay=0.01), False, 7),
     "optax.lamb": Contender(optax.lamb(1e-3, weight_decay=0.01), False, 10),
@@ -66,7 +67,7 @@ CONTENDERS = {
 
 
 def estimate(contender: Contender, core: jax.Device, num_layers: int, width: int) -> Estimate:
-    """Compiles one contender."""
+    """Compiles one contender and returns its estimate."""
     compiled = bert.compile_update(contender.tx, num_layers, width, contender.stacked, core)
     cost = program_cost(compiled.as_text())
     return Estimate(
@@ -79,17 +80,19 @@ def estimate(contender: Contender, core: jax.Device, num_layers: int, width: int
 
 
 def table(estimates: dict[str, Estimate], num_layers: int, width: int) -> str:
-    """The estimates as Markdown."""
+    """Returns the estimates as Markdown."""
     leaves = [len(bert.leaf_shapes(num_layers, width, stacked)) for stacked in (False, True)]
     lamb, adamw = estimates["optax.lamb"], estimates["optax.adamw"]
     lines = [
-        f"Update of {bert.num_values(num_layers, width) / 1e6:.1f} M float32 parameters, "
-        f"{leaves[0]} leaves, {leaves[1]} with stacked layers: jax {jax.__version__}, optax "
-        f"{optax.__version__}, libtpu {importlib.metadata.version('libtpu')}. The compiler's "
-        f"estimates for one core of a TPU v3; nothing was run. Least: what the update has to read "
-        f"and write, at {BYTES_PER_SECOND / 1e9:.0f} GB/s.",
+        f"Optimizer update of {bert.num_values(num_layers, width) / 1e6:.1f} M float32 parameters in "
+        f"{leaves[0]} leaves, or {leaves[1]} with stacked layers: jax {jax.__version__}, optax "
+        f"{optax.__version__}, libtpu {importlib.metadata.version('libtpu')}. The figures are "
+        f"the compiler's estimates for one core of a TPU v3; nothing was run. `minimum ms`: the time in "
+        f"which "
+        f"only the bytes that the update must read and write are moved, at {BYTES_PER_SECOND / 1e9:.0f} "
+        f"GB/s.",
         "",
-        "| update | ms | of optax.lamb | of optax.adamw | least ms | GB | of least | fusions | "
+        "| update | ms | time / optax.lamb | time / optax.adamw | minimum ms | GB | GB / minimum | fusions | "
         "temporary MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -104,12 +107,12 @@ def table(estimates: dict[str, Estimate], num_layers: int, width: int) -> str:
 
 
 def targets(estimates: dict[str, Estimate]) -> list[Target]:
-    """Returns the targets: figures of a LAMB of two passes, hand-written for BERT-Large."""
+    """Returns the targets: the figures of a hand-written two-pass LAMB for BERT-Large."""
     scalars = (
-        "each leaf's ratio is arithmetic on scalars, which the compiler does not fuse, and for "
-        "each of them it counts a tile of 1 KB"
+        "each leaf's trust ratio needs scalar operations, which the compiler does not fuse; it "
+        "counts a tile of 1 KB for each scalar"
     )
-    unknown = "it was met when this was written; compare the optimized HLO of the two versions"
+    unknown = "the target was met when it was set; compare the optimized HLO of the two versions"
     limits = {
         "lamb": (33.1, 13.45),
         "lamb, BERT's rules": (33.1, 13.45),
@@ -126,7 +129,7 @@ def targets(estimates: dict[str, Estimate]) -> list[Target]:
 
 
 def main() -> None:
-    """Compiles every contender, prints the tables and writes them if asked."""
+    """Compiles every contender, prints the tables, and writes them with --write."""
     values, core = flags.FLAGS, topology.devices(SLICE)[0]
     estimates = {
         name: estimate(contender, core, values.layers, values.width)
@@ -142,6 +145,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("layers", 24, "Transformer layers.", lower_bound=1)
-    flags.DEFINE_integer("width", 1024, "Of the hidden layer.", lower_bound=2)
+    flags.DEFINE_integer("width", 1024, "Width of the hidden layers.", lower_bound=2)
     flags.DEFINE_bool("write", False, "Whether to write update_tpu.md beside this file.")
     cli.run_main(main)

@@ -1,1 +1,1 @@
-"""When it pays to send less: exchanges of gradients on fast and slow networks."""
+"""When compressed gradient exchange pays, on fast and slow networks."""

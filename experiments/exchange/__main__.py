@@ -1,9 +1,9 @@
-"""Compiles exchanges for TPU slices and writes when compression pays: compression.md.
+"""Compiles exchanges for TPU slices and writes compression.md, on when compression pays.
 
   python -m experiments.exchange
 
-Programs that rows.json lacks are compiled first; what is compiled stays if it is stopped. All of
-them take hours on 2 cores. Needs Linux on x86-64, no TPU.
+It first compiles the programs that rows.json lacks, which takes hours for all programs on 2 cores. An
+interrupted run keeps the compiled programs. It needs Linux on x86-64, but no TPU.
 """
 
 import json
@@ -27,19 +27,19 @@ _ONLY = flags.DEFINE_string("only", "", "Compile programs whose key has this tex
 
 
 def main() -> None:
-    """Compiles what is missing and writes the page."""
-    kept = programs.load()
-    todo = [case for case in programs.cases() if case.key not in kept and _ONLY.value in case.key]
-    for place, case in enumerate(todo[: _AT_MOST.value], start=1):
-        print(f"{place} of {len(todo)}: {case.key}", file=sys.stderr, flush=True)
+    """Compiles the missing programs and writes the page."""
+    saved = programs.load()
+    todo = [case for case in programs.cases() if case.key not in saved and _ONLY.value in case.key]
+    for number, case in enumerate(todo[: _AT_MOST.value], start=1):
+        print(f"{number} of {len(todo)}: {case.key}", file=sys.stderr, flush=True)
         try:
             row = programs.measure(case)
-        except UserError as error:  # the page names what is missing
-            print(f"refused: {error}", file=sys.stderr, flush=True)
+        except UserError as error:  # the page lists missing programs
+            print(f"rejected: {error}", file=sys.stderr, flush=True)
             continue
-        # Another process may have kept rows in the meantime.
-        kept = programs.load() | {case.key: row}
-        writing.replace(programs.FOLDER / "rows.json", json.dumps(kept, indent=1) + "\n")
+        # Another process may have added rows meanwhile.
+        saved = programs.load() | {case.key: row}
+        writing.replace(programs.FOLDER / "rows.json", json.dumps(saved, indent=1) + "\n")
         release()
     print(page.write(programs.load()))
 

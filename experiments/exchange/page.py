@@ -1,9 +1,10 @@
-"""The page that says when compression pays: compression.md and its picture."""
+"""The page on when compression pays: compression.md and its figure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jinja2
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from experiments.exchange import scaling, wire
@@ -16,23 +17,23 @@ from experiments.exchange.programs import (
     STEP_SLICE,
     cases,
 )
-from experiments.exchange.scaling import DEVICES, NETWORKS, Kept, Time
+from experiments.exchange.scaling import DEVICES, NETWORKS, SavedRows, Time
 from lamb_tpu import style
 
 SLOWEST = 10.0  # Gb/s
-IN_PICTURE = 512  # devices
-WITHIN = 0.05  # of the least bytes
+IN_FIGURE = 512  # devices
+WITHIN = 0.05  # largest excess of the sent bytes over the least bytes, as a fraction
 
 
 class Line(NamedTuple):
-    """A row of the table: times of the methods, and the shortest.
+    """A row of the table: the time of a step with each method, and the fastest method.
 
     Attributes:
-      network: its name.
+      network: name of the network.
       devices: number of devices.
       cells: a text for each method.
-      winner: the method of the shortest time.
-      over: how many times as fast as bfloat16 and float32 it is; '' if they are not compiled.
+      winner: the fastest method.
+      over: its speed-up over bfloat16 and float32; '' if these are not compiled.
     """
 
     network: str
@@ -42,61 +43,61 @@ class Line(NamedTuple):
     over: tuple[str, ...]
 
 
-def shown(kept: Kept) -> list[str]:
-    """Returns the methods of the table: those that a program of some model has."""
+def shown(saved: SavedRows) -> list[str]:
+    """Returns the methods of the table: those with a compiled program for some model."""
     return [
         method
         for method in METHODS
-        if any(scaling.law_of(kept, model, method) for model in MODELS) and method != "aps e3m0"
+        if any(scaling.law_of(saved, model, method) for model in MODELS) and method != "aps e3m0"
     ]
 
 
-def lines_of(kept: Kept, model: str) -> Iterator[Line]:
-    """Yields the rows of a model; one host has no network between hosts, and one row."""
-    methods = shown(kept)
+def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
+    """Yields the rows of a model; a single host has one row, because nothing leaves it."""
+    methods = shown(saved)
     for devices in DEVICES:
         for network, gbps in NETWORKS.items():
             if devices <= HOST_DEVICES and gbps is not None:
                 continue
-            found = {
+            times = {
                 method: each
-                for method, each in scaling.best(kept, model, devices, gbps).items()
+                for method, each in scaling.best(saved, model, devices, gbps).items()
                 if method in methods
             }
-            if not found:
+            if not times:
                 continue
-            winner = next(iter(found))
+            winner = next(iter(times))
             yield Line(
                 "one host" if devices <= HOST_DEVICES else network,
                 devices,
-                tuple(_cell(found.get(method), method == winner) for method in methods),
+                tuple(_cell(times.get(method), method == winner) for method in methods),
                 winner,
                 tuple(
-                    f"{found[plain].seconds / found[winner].seconds:.2f}" if plain in found else ""
+                    f"{times[plain].seconds / times[winner].seconds:.2f}" if plain in times else ""
                     for plain in ("bfloat16", "float32")
                 ),
             )
 
 
-def wire_lines(kept: Kept) -> Iterator[tuple[Mapping[str, Any], float, float]]:
-    """Yields rows of programs over all devices, the least bytes, and the ratio to them."""
+def wire_lines(saved: SavedRows) -> Iterator[tuple[Mapping[str, Any], float, float]]:
+    """Yields, for each program over all devices: its row, the least bytes, and sent bytes / least bytes."""
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
-            row = kept.get(case.key)
+            row = saved.get(case.key)
             if row is not None and case.topology == topology and case.inner == 1:
                 least = wire.least(row)
                 yield row, least, wire.sent(row) / least
 
 
-def write(kept: Kept) -> str:
-    """Writes the page and its picture, and returns the page."""
-    page = text(kept)
+def write(saved: SavedRows) -> str:
+    """Writes the page and its figure, and returns the page."""
+    page = text(saved)
     (FOLDER / "compression.md").write_text(page)
-    (FOLDER / "compression.svg").write_text(picture(kept))
+    (FOLDER / "compression.svg").write_text(draw(saved))
     return page
 
 
-def text(kept: Kept) -> str:
+def text(saved: SavedRows) -> str:
     """Returns the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
@@ -106,45 +107,45 @@ def text(kept: Kept) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    known = [case for case in cases() if case.key in kept]
+    known = [case for case in cases() if case.key in saved]
     return environment.get_template("compression.md.j2").render(
-        models={model: list(lines_of(kept, model)) for model in MODELS},
-        methods=shown(kept),
+        models={model: list(lines_of(saved, model)) for model in MODELS},
+        methods=shown(saved),
         steps={model: each for model in MODELS if (each := scaling.step_seconds(model))},
         step_slice=STEP_SLICE,
-        parts={model: list(_parts(kept, model)) for model in MODELS},
-        wire=list(wire_lines(kept)),
+        components={model: list(_components(saved, model)) for model in MODELS},
+        wire=list(wire_lines(saved)),
         wide=wire.wide_share,
         sent=wire.sent,
-        off=scaling.off_by(kept),
+        off=scaling.off_by(saved),
         checked=scaling.CHECKED,
         fitted=scaling.FITTED,
         constants=scaling.CONSTANTS,
         host_devices=HOST_DEVICES,
         per_device=PER_DEVICE,
-        programs=[(case, kept[case.key]) for case in known],
-        missing=[case.key for case in cases() if case.key not in kept],
+        programs=[(case, saved[case.key]) for case in known],
+        missing=[case.key for case in cases() if case.key not in saved],
         size=size_text,
         slowest=SLOWEST,
-        in_picture=IN_PICTURE,
+        in_figure=IN_FIGURE,
         versions=sorted(
             {
                 ", ".join(f"{name} {number}" for name, number in row["versions"].items())
-                for row in kept.values()
+                for row in saved.values()
             }
         ),
     )
 
 
-def _parts(kept: Kept, model: str) -> Iterator[tuple[str, Time]]:
-    """Yields the parts of a step at the picture's devices and the slowest network."""
-    for method, each in scaling.best(kept, model, IN_PICTURE, SLOWEST).items():
-        if method in shown(kept):
+def _components(saved: SavedRows, model: str) -> Iterator[tuple[str, Time]]:
+    """Yields each method's time with its components, at the figure's devices and the slowest network."""
+    for method, each in scaling.best(saved, model, IN_FIGURE, SLOWEST).items():
+        if method in shown(saved):
             yield method, each
 
 
 def size_text(size: float) -> str:
-    """Returns bytes in units of a thousand.
+    """Formats bytes in decimal units.
 
     >>> size_text(84_056_527), size_text(1234), size_text(2.69e9)
     ('84.1 MB', '1.23 kB', '2.69 GB')
@@ -155,44 +156,48 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def _cell(found: Time | None, is_winner: bool) -> str:
-    if found is None:
+def _cell(time: Time | None, is_winner: bool) -> str:
+    if time is None:
         return ""
-    text = f"{1e3 * found.seconds:,.4g}" + " h" * found.is_within
+    text = f"{1e3 * time.seconds:,.4g}" + " h" * time.is_within
     return f"**{text}**" if is_winner else text
 
 
-def picture(kept: Kept) -> str:
-    """Returns times of a step by devices and by the network, as SVG."""
-    known = [model for model in MODELS if any(lines_of(kept, model))] or list(MODELS)
-    figure = style.figure(10.0, 3.8 * len(known))
-    rows = figure.subplots(len(known), 2, squeeze=False)
+def draw(saved: SavedRows) -> str:
+    """Plots the time of a step by devices and network, as SVG."""
+    known = [model for model in MODELS if any(lines_of(saved, model))] or list(MODELS)
     rates = [gbps for gbps in NETWORKS.values() if gbps is not None]
-    for model, (left, right) in zip(known, rows, strict=True):
-        for number, method in enumerate(shown(kept)):
+    split = [(model, panel) for model in known for panel in style.chunks(shown(saved)) or [[]]]
+    figure, panels = style.stacked([2.9] * len(split), [methods for _, methods in split])
+    shared: dict[str, Axes] = {}  # by model
+    for panel, (model, methods) in zip(panels, split, strict=True):
+        panel.suptitle(model, fontsize=11)
+        left, right = panel.subplots(1, 2, sharey=True)
+        if shared.setdefault(model, left) is not left:
+            left.sharey(shared[model])
+        for number, method in enumerate(methods):
             look = style.numbered(number)
             points = [
-                (devices, 1e3 * found.seconds)
+                (devices, 1e3 * time.seconds)
                 for devices in DEVICES
-                if (found := scaling.time(kept, model, method, devices, SLOWEST))
+                if (time := scaling.time(saved, model, method, devices, SLOWEST))
             ]
             left.plot([x for x, _ in points], [y for _, y in points], label=method, **look)
-            points = [
-                (gbps, 1e3 * found.seconds)
+            by_network = [
+                (gbps, 1e3 * time.seconds)
                 for gbps in rates
-                if (found := scaling.time(kept, model, method, IN_PICTURE, gbps))
+                if (time := scaling.time(saved, model, method, IN_FIGURE, gbps))
             ]
-            right.plot([x for x, _ in points], [y for _, y in points], label=method, **look)
+            right.plot(*zip(*by_network), label=method, **look)
         for axes, title, label, ticks in (
-            (left, f"{model}, {SLOWEST:g} Gb/s a host", "devices", DEVICES),
-            (right, f"{model}, {IN_PICTURE} devices", "network of a host (Gb/s)", rates),
+            (left, f"{SLOWEST:g} Gb/s a host", "devices", DEVICES),
+            (right, f"{IN_FIGURE} devices", "network of a host (Gb/s)", rates),
         ):
-            style.dress(axes, title, label, "predicted time of a step (ms)", "lower")
+            style.dress(axes, title, label, "predicted step time (ms; lower is better)")
             style.log_axis(axes)
             axes.set_xscale("log")
             axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
-    if shown(kept):  # one legend below, as the lines fill the axes
-        lines, names = rows[0, 0].get_legend_handles_labels()
-        figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)
+        right.set_ylabel("")
+        style.legend_below(panel)
     return style.svg(figure)

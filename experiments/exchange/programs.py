@@ -1,7 +1,7 @@
-"""Compiled programs of exchanges alone: what rows.json keeps.
+"""Compiled programs of exchanges alone, whose figures rows.json stores.
 
-An exchange's program sums the gradient of a model, as the step would, and does nothing else. So its
-collectives are the exchange's own, and its cycles are those of casting, packing and adding.
+An exchange's program only sums the gradient of a model, as the step would. So the program's collectives
+are those of the exchange, and its cycles are spent on casting, packing and adding.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
-from experiments.plan.rows import Part
-from lamb_tpu import cli
+from experiments.plan.rows import Phase
+from lamb_tpu import overrides
 from lamb_tpu.cost import hlo, traffic
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.traffic import Collective
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from lamb_tpu.plan.making import loader
 from lamb_tpu.run.build import prepare
+from lamb_tpu.spec import Spec, changed
 
 FOLDER = pathlib.Path(__file__).parent
-HOST_DEVICES = 8  # of a host of TPU v3: four chips of two cores
-PER_DEVICE = 16  # examples of a device: 32,768 on 2,048 devices
-_LAST_STAGE = 10**9  # an update after every warm-up
+HOST_DEVICES = 8  # devices of a TPU v3 host: four chips of two cores
+PER_DEVICE = 16  # examples per device: 32,768 on 2,048 devices
+_LAST_STAGE = 10**9  # an update after any warm-up
 
 # Exchanges with their fields in config.parallel.exchange. With per_leaf=False, which copies all
-# arrays into one, onebit has 1.8 times the cycles on ResNet-50 and 32 devices.
+# arrays into one, onebit takes 1.8 times the cycles for ResNet-50 on 32 devices.
 METHODS: dict[str, dict[str, Any]] = {
     "float32": {"name": "float32"},
     "bfloat16": {"name": "bfloat16"},
@@ -48,23 +48,23 @@ class Model(NamedTuple):
     """A model of the table.
 
     Attributes:
-      step: the program of its step, of which ../plan/rows.json has the computation.
+      step: the program of its step, whose computation time is in ../plan/rows.json.
       exchanged: the recipe whose gradient is exchanged.
     """
 
-    step: Part
+    step: Phase
     exchanged: str
 
 
 MODELS = {
-    # With layers in a loop the gradient has 30 arrays in place of 398, and compiles in a tenth of
-    # the time. It has the same values.
+    # Stacked layers give a gradient of 30 arrays instead of 398, which compiles in a tenth of the time.
+    # The values are the same.
     "BERT-Large": Model(
-        Part("bert_pretrain:batch=32768,phase=1", {}, 1.0),
+        Phase("bert_pretrain:batch=32768,phase=1", {}, 1.0),
         "bert_pretrain:phase=1,scan,batch={batch}",
     ),
     "ResNet-50": Model(
-        Part(
+        Phase(
             "imagenet_resnet:optimizer=lars,recipe=tpu,batch=32768", {"model.group_size": 128}, 1.0
         ),
         "imagenet_resnet:optimizer=lars,recipe=tpu,batch={batch}",
@@ -75,13 +75,13 @@ STEP_SLICE = "v3-2048"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program.
+    """A program to compile.
 
     Attributes:
       model: a key of `MODELS`.
       method: a key of `METHODS`.
       topology: the slice.
-      inner: devices within which gradients are first summed in float32; 1: none.
+      inner: size of the groups of devices that first sum gradients in float32; 1: none.
     """
 
     model: str
@@ -91,14 +91,14 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Name of its row; another recipe or option gives another one."""
+        """Name of its row, which depends on the recipe and all options."""
         within = f", fsdp={self.inner}" * (self.inner > 1)
         fields = ", ".join(f"{key}={value}" for key, value in METHODS[self.method].items())
         return f"{fields} of {MODELS[self.model].exchanged} on {self.topology}{within}"
 
 
 def cases() -> Iterator[Case]:
-    """Yields all programs, those first that the page cannot do without."""
+    """Yields all programs; those that the page needs most come first."""
     models = ("ResNet-50", "BERT-Large")
     for model in models:
         for topology in ("v3-32", "v3-128"):
@@ -107,30 +107,31 @@ def cases() -> Iterator[Case]:
         for topology in ("v3-32", "v3-128"):
             for method in list(METHODS)[2:]:
                 yield Case(model, method, topology, HOST_DEVICES)
-    for model in models:  # these check the scaling, and the bytes
+    for model in models:  # programs that check the scaling law and the bytes
         for method in METHODS:
             yield Case(model, method, "v5e-16")
 
 
-def config_of(case: Case, devices: int) -> ConfigDict:
-    """Returns the config whose exchange a program is, with the batch of so many devices."""
+def config_of(case: Case, devices: int) -> Spec:
+    """Returns the config for a program's exchange, with a batch for this number of devices."""
     recipe = MODELS[case.model].exchanged.format(batch=PER_DEVICE * devices)
-    config = cli.load_recipe(recipe)
-    config.parallel.backend = "shard_map"
-    config.mesh = ConfigDict({"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}))
-    config.parallel.exchange = ConfigDict(METHODS[case.method])
-    # The program is the same for every optimizer, and DGC is refused one with momentum.
-    config.optimizer = ConfigDict(
-        {"name": "sgd", "learning_rate": 1.0, "rules": config.optimizer.rules}
-    )
-    return config
+    config = overrides.load(recipe)
+    rules = config.optimizer.fields["rules"]
+    changes = {
+        "parallel.backend": "shard_map",
+        "mesh": {"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}),
+        "parallel.exchange": METHODS[case.method],
+        # The program does not depend on the optimizer, and DGC rejects one with momentum.
+        "optimizer": {"name": "sgd", "learning_rate": 1.0, "rules": rules},
+    }
+    return changed(config, changes)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Compiles a program and returns its row.
 
     Raises:
-      UserError: the config is refused.
+      UserError: the config is rejected.
     """
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     return dataclasses.asdict(case) | _exchange(case) | {"versions": versions}
@@ -143,14 +144,14 @@ def _exchange(case: Case) -> dict[str, Any]:
     config = config_of(case, count)
     run = prepare(config, None, devices, load=loader(config, None))
     assert run.exchange is not None  # the backend is shard_map
-    placed, mesh = run.exchange.at(_LAST_STAGE), run.mesh
+    sharded, mesh = run.exchange.at(_LAST_STAGE), run.mesh
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), run.abstract_state.params
     )
-    kept = jax.eval_shape(placed.init, params)
-    specs = (PartitionSpec(), placed.specs(kept))
+    residual = jax.eval_shape(sharded.init, params)
+    specs = (PartitionSpec(), sharded.specs(residual))
     reduce = jax.shard_map(
-        placed.reduce, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
+        sharded.reduce, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
     )
 
     def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -158,28 +159,28 @@ def _exchange(case: Case) -> dict[str, Any]:
 
     given = (
         jax.tree.map(lambda leaf: with_sharding(leaf, PartitionSpec()), params),
-        jax.tree.map(with_sharding, kept, specs[1]),
+        jax.tree.map(with_sharding, residual, specs[1]),
     )
     start = time.monotonic()
     compiled = jax.jit(reduce, donate_argnums=(0, 1)).lower(*given).compile()
     text, sizes = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and sizes is not None
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    found = traffic.collectives(text)
+    collectives = traffic.collectives(text)
     return {
         "devices": count,
         "cycles": hlo.program_cost(text).cycles,
         "clock": slice_.generation.clock,
         "compile_seconds": round(time.monotonic() - start, 1),
         "needed_bytes": sizes.peak_memory_in_bytes,
-        **counts(shapes, factors(placed.exchange, params)),
-        "sent": traffic.sent_by_dtype(found),
-        "collectives": summed(found, count, case.inner),
+        **counts(shapes, factors(sharded.exchange, params)),
+        "sent": traffic.sent_by_dtype(collectives),
+        "collectives": summed(collectives, count, case.inner),
     }
 
 
 def factors(exchange: Any, params: Any) -> dict[int, int]:
-    """Returns the values of both factors of the leaves that PowerSGD sends so, by their place."""
+    """Returns the number of values in the two factors of each leaf that PowerSGD factors, by index."""
     if not isinstance(exchange, PowerSGD):
         return {}
     return {
@@ -189,11 +190,11 @@ def factors(exchange: Any, params: Any) -> dict[int, int]:
 
 
 def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
-    """Returns the numbers of values from which the least bytes follow.
+    """Returns the numbers of values that determine the least bytes.
 
     Args:
-      shapes: of the gradient's arrays.
-      factors: values of the factors of those that are sent as factors, by their place.
+      shapes: shapes of the gradient's arrays.
+      factors: values in the factors of arrays sent as factors, by index.
     """
     sizes = list(map(math.prod, shapes))
     return {
@@ -203,24 +204,24 @@ def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dic
             size for size, shape in zip(sizes, shapes, strict=True) if len(shape) < 2
         ),
         "factor_values": sum(factors.values()),
-        "unfactored_values": sum(size for place, size in enumerate(sizes) if place not in factors),
+        "unfactored_values": sum(size for index, size in enumerate(sizes) if index not in factors),
     }
 
 
-def summed(found: Iterable[Collective], devices: int, inner: int) -> list[list[Any]]:
-    """Returns [kind, among, dtype, number, operand bytes] of collectives, summed up.
+def summed(collectives: Iterable[Collective], devices: int, inner: int) -> list[list[Any]]:
+    """Returns summed collectives as [kind, among, dtype, number, operand bytes].
 
-    `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host). A phase
-    of a collective in several, which is among fewer of them, has the operand with which one phase
-    would send as much.
+    `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host). If a
+    collective runs in several phases among fewer devices, a phase gets the operand size with which a
+    single-phase collective would send as much.
 
     Args:
-      found: the collectives; `inner` devices that follow each other are on one host.
+      collectives: the collectives; consecutive groups of `inner` devices share a host.
       devices: number of devices.
-      inner: devices within which gradients are summed first; 1: none.
+      inner: size of the groups of devices that sum gradients first; 1: none.
     """
     totals: dict[tuple[str, str, str], list[int]] = {}
-    for one in found:
+    for one in collectives:
         among, members = "all", devices
         if inner > 1 and all(len({i // inner for i in group}) == 1 for group in one.groups):
             among, members = "inner", inner
@@ -236,7 +237,7 @@ def summed(found: Iterable[Collective], devices: int, inner: int) -> list[list[A
 
 
 def sent_share(kind: str, members: int) -> float:
-    """Returns what a device sends in a collective as a share of its operand."""
+    """Returns the bytes that a device sends in a collective, relative to its operand."""
     others = members - 1
     if kind == "all-gather":
         return others
@@ -247,6 +248,6 @@ def sent_share(kind: str, members: int) -> float:
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Returns the kept rows by their keys; none if there is no file."""
+    """Returns the stored rows by key; none if there is no file."""
     path = FOLDER / "rows.json"
     return json.loads(path.read_text()) if path.exists() else {}

@@ -1,8 +1,8 @@
-"""Times of a step at any number of devices, from programs of a few numbers.
+"""Times of a step at any number of devices, extrapolated from two compiled programs.
 
-What a collective's operand has depends on the number of devices n that exchange as a + b / n: the
-whole gradient, or the part of each device. Two programs give a and b, and a third checks them. So
-do the cycles of the exchange, as c + d n, because some exchanges add up what n devices send.
+The size of a collective's operand is a + b / n, where n is the number of exchanging devices: it consists of
+the full gradient, or of each device's shard. Two programs determine a and b, and a third checks them. The
+cycles of the exchange are c + d n, because some exchanges add up the values of n devices.
 """
 
 import functools
@@ -18,7 +18,7 @@ from experiments.exchange.programs import (
     Case,
     sent_share,
 )
-from experiments.plan.rows import load_kept
+from experiments.plan.rows import load_rows
 from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.hosts import HostNetwork
@@ -27,40 +27,40 @@ from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective, Groups
 
 Row = Mapping[str, Any]
-Kept = Mapping[str, Row]
-FITTED = ("v3-32", "v3-128")  # the slices of the two programs
-CHECKED = "v5e-16"  # that of the third
+SavedRows = Mapping[str, Row]
+FITTED = ("v3-32", "v3-128")  # the slices of the two fitted programs
+CHECKED = "v5e-16"  # the slice of the third program
 CONSTANTS = CALIBRATED.for_generation("v3").each.middle
 DEVICES = (8, 32, 128, 512, 2048)
-# Gb/s of a host's link; None: the torus.
+# Gb/s of a host's link; None is the torus.
 NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25.0, "10 Gb/s": 10.0}
 
 
-class Part(NamedTuple):
-    """Collectives of one kind, with operands of `whole + cut / n` bytes together."""
+class Collectives(NamedTuple):
+    """Collectives of one type, whose operands have `whole + cut / n` bytes in total."""
 
     kind: str
     among: str
     dtype: str
     number: int
-    whole: float
+    fixed: float
     cut: float
 
     def operand_bytes(self, count: int) -> float:
-        """Bytes of the operands among `count` devices."""
-        return self.whole + self.cut / count
+        """Returns the bytes of the operands among `count` devices."""
+        return self.fixed + self.cut / count
 
 
 class Law(NamedTuple):
-    """An exchange at any number of devices.
+    """The scaling law of an exchange.
 
     Attributes:
-      parts: its collectives.
-      cycles: (c, d) of its cycles c + d n.
-      inner: devices within which gradients are summed first.
+      collectives: its collectives.
+      cycles: (c, d) of its c + d n cycles.
+      inner: size of the groups of devices that sum gradients first.
     """
 
-    parts: tuple[Part, ...]
+    collectives: tuple[Collectives, ...]
     cycles: tuple[float, float]
     inner: int
 
@@ -69,9 +69,9 @@ class Time(NamedTuple):
     """Predicted seconds of a step.
 
     Attributes:
-      compute: of the step without its exchange.
+      compute: the step without its exchange.
       packing: computation of the exchange.
-      network: of its collectives.
+      network: the exchange's collectives.
       is_within: whether gradients are first summed within hosts.
     """
 
@@ -87,118 +87,120 @@ class Time(NamedTuple):
 
 
 def law(rows: Sequence[Row]) -> Law:
-    """Returns the law through two programs of an exchange.
+    """Returns the scaling law through two programs of an exchange.
 
     Args:
-      rows: of the smaller slice and of the larger one.
+      rows: the rows of the smaller slice and of the larger one.
     """
     inner = rows[0]["inner"]
     counts = [row["devices"] // inner for row in rows]
     tables = [{tuple(each[:3]): (each[3], each[4]) for each in row["collectives"]} for row in rows]
-    parts = []
+    collectives = []
     for key in sorted({*tables[0], *tables[1]}):
         (_, first), (number, second) = (table.get(key, (0, 0)) for table in tables)
-        # Those within a host are the same on every slice.
+        # Collectives within a host are the same on every slice.
         if key[1] == "inner" or abs(first - second) <= 0.02 * second:
             cut = 0.0
         else:
             cut = (first - second) / (1 / counts[0] - 1 / counts[1])
-        parts.append(Part(*key, max(1, number), second - cut / counts[1], cut))
+        collectives.append(Collectives(*key, max(1, number), second - cut / counts[1], cut))
     slope = max(0.0, (rows[1]["cycles"] - rows[0]["cycles"]) / (counts[1] - counts[0]))
-    return Law(tuple(parts), (rows[1]["cycles"] - slope * counts[1], slope), inner)
+    return Law(tuple(collectives), (rows[1]["cycles"] - slope * counts[1], slope), inner)
 
 
-def law_of(kept: Kept, model: str, method: str, inner: int = 1) -> Law | None:
-    """Returns the law of an exchange; None if a program is not compiled."""
-    rows = [kept.get(Case(model, method, name, inner).key) for name in FITTED]
-    found = [row for row in rows if row is not None]
-    return law(found) if len(found) == len(FITTED) else None
+def law_of(saved: SavedRows, model: str, method: str, inner: int = 1) -> Law | None:
+    """Returns the scaling law of an exchange; None if one of its programs is not compiled."""
+    rows = [saved.get(Case(model, method, name, inner).key) for name in FITTED]
+    compiled = [row for row in rows if row is not None]
+    return law(compiled) if len(compiled) == len(FITTED) else None
 
 
-def sent_bytes(found: Law, devices: int) -> float:
-    """Returns the bytes that a device sends, as `traffic.Collective.sent_bytes` counts them."""
+def sent_bytes(scaling_law: Law, devices: int) -> float:
+    """Returns the bytes that a device sends, by the count of `traffic.Collective.sent_bytes`."""
     total = 0.0
-    for part in found.parts:
-        count = devices // found.inner
-        members = {"inner": found.inner, "outer": count, "all": devices}[part.among]
-        total += part.operand_bytes(count) * sent_share(part.kind, members)
+    for one in scaling_law.collectives:
+        count = devices // scaling_law.inner
+        members = {"inner": scaling_law.inner, "outer": count, "all": devices}[one.among]
+        total += one.operand_bytes(count) * sent_share(one.kind, members)
     return total
 
 
 @functools.cache
 def step_seconds(model: str) -> float | None:
-    """Returns the computation of a step by the compiler; None if it is not in ../plan/rows.json."""
-    row = load_kept().get(MODELS[model].step.key(STEP_SLICE))
+    """Returns the compiler's computation time of a step; None if ../plan/rows.json lacks it."""
+    row = load_rows().get(MODELS[model].step.key(STEP_SLICE))
     return None if row is None else float(row["compute"])
 
 
-def time(kept: Kept, model: str, method: str, devices: int, gbps: float | None) -> Time | None:
-    """Returns the time of a step, with gradients summed within hosts first where it is shorter.
+def time(
+    saved: SavedRows, model: str, method: str, devices: int, gbps: float | None
+) -> Time | None:
+    """Returns the time of a step, with sums within hosts first if that is faster.
 
     Args:
-      kept: rows by key.
+      saved: rows by key.
       model, method: keys of `MODELS` and `METHODS`.
       devices: number of devices.
-      gbps: of a host's link; None: the torus.
+      gbps: Gb/s of a host's link; None: the torus.
 
     Returns:
       The time; None if a program is not compiled.
     """
     step = step_seconds(model)
-    plain = law_of(kept, model, "float32")
-    found = []
+    plain = law_of(saved, model, "float32")
+    times = []
     for inner in (1, HOST_DEVICES):
-        each = law_of(kept, model, method, inner)
+        each = law_of(saved, model, method, inner)
         # A single host has nothing to sum first.
         if step is None or plain is None or each is None or devices <= inner:
             continue
         count = devices // inner
-        # As many indices as values: then a sparse exchange sums whole vectors in their place.
+        # If the devices together send at least as many values as the array has, sum dense vectors instead.
         if METHODS[method].get("ratio", 0.0) * count >= 1:
             continue
         clock = topology(FITTED[0]).generation.clock / CONSTANTS.compute_factor
-        # The step has the cycles of float32's exchange in it.
-        own = each.cycles[0] + each.cycles[1] * count
-        packing = max(0.0, own - plain.cycles[0] - plain.cycles[1] * devices) / clock
+        # The step's cycles include those of float32's exchange.
+        method_cycles = each.cycles[0] + each.cycles[1] * count
+        packing = max(0.0, method_cycles - plain.cycles[0] - plain.cycles[1] * devices) / clock
         network = sum(
-            part.number
+            one.number
             * _fabric(devices, gbps).seconds(
                 Collective(
-                    part.kind,
-                    groups(devices, part.among, part.kind),
-                    (Array("u8", (round(part.operand_bytes(count) / part.number),)),),
+                    one.kind,
+                    groups(devices, one.among, one.kind),
+                    (Array("u8", (round(one.operand_bytes(count) / one.number),)),),
                     1,
                 ),
                 CONSTANTS,
             )
-            for part in each.parts
+            for one in each.collectives
         )
-        found.append(Time(CONSTANTS.compute_factor * step, packing, network, inner > 1))
-    return min(found, key=lambda each: each.seconds, default=None)
+        times.append(Time(CONSTANTS.compute_factor * step, packing, network, inner > 1))
+    return min(times, key=lambda each: each.seconds, default=None)
 
 
-def best(kept: Kept, model: str, devices: int, gbps: float | None) -> dict[str, Time]:
-    """Returns the times of the methods that are compiled, the shortest first."""
-    found = {method: time(kept, model, method, devices, gbps) for method in METHODS}
-    known = {method: each for method, each in found.items() if each is not None}
+def best(saved: SavedRows, model: str, devices: int, gbps: float | None) -> dict[str, Time]:
+    """Returns the times of the compiled methods, the shortest first."""
+    times = {method: time(saved, model, method, devices, gbps) for method in METHODS}
+    known = {method: each for method, each in times.items() if each is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].seconds))
 
 
-def off_by(kept: Kept) -> dict[tuple[str, str], float]:
-    """Returns by model and method how far the law's bytes are from the third program's."""
-    found = {}
+def off_by(saved: SavedRows) -> dict[tuple[str, str], float]:
+    """Returns the relative error of the law's bytes for the third program, by model and method."""
+    errors = {}
     for model in MODELS:
         for method in METHODS:
-            row, each = kept.get(Case(model, method, CHECKED).key), law_of(kept, model, method)
+            row, each = saved.get(Case(model, method, CHECKED).key), law_of(saved, model, method)
             if row is not None and each is not None:
                 sent = sum(row["sent"].values())
-                found[model, method] = sent_bytes(each, row["devices"]) / sent - 1
-    return found
+                errors[model, method] = sent_bytes(each, row["devices"]) / sent - 1
+    return errors
 
 
 @functools.cache
-def places(devices: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns the coordinates of a slice of TPU v3, host by host."""
+def coordinates(devices: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns the coordinates of the devices of a TPU v3 slice, host by host."""
     width, height, _ = topology(f"v3-{devices}").shape
     return tuple(
         (0, x + i, y + j, 0)
@@ -214,20 +216,20 @@ def places(devices: int) -> tuple[tuple[int, int, int, int], ...]:
 def groups(devices: int, among: str, kind: str = "") -> Groups:
     """Returns the groups of a collective, see `programs.summed`.
 
-    Those of a permutation are pairs: each device sends to the next one of its group.
+    A permutation has pairs: each device sends to the next device of its group.
     """
-    found: list[tuple[int, ...]] = [tuple(range(devices))]
+    result: list[tuple[int, ...]] = [tuple(range(devices))]
     if among != "all":
         hosts = [range(first, first + HOST_DEVICES) for first in range(0, devices, HOST_DEVICES)]
-        found = list(map(tuple, hosts if among == "inner" else zip(*hosts, strict=True)))
+        result = list(map(tuple, hosts if among == "inner" else zip(*hosts, strict=True)))
     if kind == "collective-permute":
-        return tuple(pair for group in found for pair in itertools.pairwise((*group, group[0])))
-    return tuple(found)
+        return tuple(pair for group in result for pair in itertools.pairwise((*group, group[0])))
+    return tuple(result)
 
 
 @functools.cache
 def _fabric(devices: int, gbps: float | None) -> Network:
-    slice_, at = topology(f"v3-{devices}"), places(devices)
+    slice_, at = topology(f"v3-{devices}"), coordinates(devices)
     if gbps is None:
         return Network(slice_, at)
     return HostNetwork(slice_, at, [device // HOST_DEVICES for device in range(devices)], gbps)

@@ -1,4 +1,4 @@
-"""The least that a device must send for each exchange, beside what its program sends."""
+"""The bytes that a device must at least send in each exchange, and the bytes that its program sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 from experiments.exchange.programs import METHODS
 
 Row = Mapping[str, Any]
-_WORD = 4  # bytes of a float32, and of an index
+_WORD = 4  # bytes of a float32 or an index
 
 
 def least(row: Row) -> float:
-    """Returns the least bytes that a device sends by the method of a program over all devices.
+    """Returns the least bytes that a device sends in a program over all devices.
 
-    A sum over n devices sends 2 (n - 1) / n of its bytes, and a gather n - 1 times its own.
+    An all-reduce over n devices sends 2 (n - 1) / n of its bytes, and an all-gather n - 1 times its
+    input.
     """
     fields, count = METHODS[row["method"]], row["devices"]
     values, vectors = row["values"], row["vector_values"]
@@ -22,18 +23,18 @@ def least(row: Row) -> float:
     if fields["name"] == "bfloat16":
         return summed * 2 * values
     if fields["name"] == "aps":
-        # Besides codes, the exponent of each array.
+        # Codes, and the exponent of each array.
         bits = 1 + fields["exponent_bits"] + fields["mantissa_bits"]
         return summed * (bits / 8 * values + _WORD * row["arrays"])
     if fields["name"] == "onebit":
-        # Besides signs, a scale of each array, of each device and of each chunk.
+        # Signs, and a scale for each array, device and chunk.
         return summed * values / 8 + 2 * to_all * _WORD * row["arrays"]
     if fields["name"] == "dgc":
-        # Values and indices; vectors stay whole.
+        # Values and indices; vectors are sent dense.
         sparse = 2 * _WORD * fields["ratio"] * (values - vectors)
         return to_all * sparse + summed * _WORD * vectors
     if fields["name"] == "powersgd":
-        # Two factors of each matrix; what is not worth factors stays whole.
+        # Two factors of each matrix; an array is sent dense if its factors would not be smaller.
         return summed * _WORD * (row["factor_values"] + row["unfactored_values"])
     raise KeyError(fields["name"])
 
@@ -44,6 +45,6 @@ def sent(row: Row) -> int:
 
 
 def wide_share(row: Row) -> float:
-    """Returns the float32 bytes that a device sends as a share of those of the whole gradient."""
+    """Returns the float32 bytes that a device sends, relative to those of a float32 gradient."""
     count = row["devices"]
     return row["sent"].get("f32", 0) / (2 * (count - 1) / count * _WORD * row["values"])

@@ -1,1 +1,1 @@
-"""Plans of published runs, and the constants of the network that these runs give."""
+"""Plans of published runs, and the network constants that are fitted to these runs."""

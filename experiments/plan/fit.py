@@ -4,18 +4,18 @@ A run takes
 
     factor * generation * compute + links / efficiency + hops * hop + collectives * start
 
-where `compute` is the compiler's estimate for all updates, and for evaluation at a third of an
-update's for an example. `factor` is one number for each source: how much slower that team's
-program computed than ours is estimated, whatever the slice. `generation` is 1 for TPU v3 and one
-number for each other generation: how much faster its cores are than the compiler says.
-`efficiency`, `hop` and `start` are one number each for all. The fit takes the least squares of the
-logarithms of predicted by measured time, with a weak pull of these three to what a profile on TPU
-v5e says.
+where `compute` is the compiler's estimate for all updates and evaluations; an evaluated example
+costs a third of a trained one. `factor` is one number for each source: how much slower that team's
+program ran, on any slice, than the compiler estimates for our program. `generation` is 1 for TPU
+v3, and one number for each other generation: how much slower its cores are than the compiler's
+estimate. `efficiency`, `hop` and `start` are shared by all runs. The fit minimises the squared
+logarithms of predicted over measured time. A weak prior pulls the shared constants toward those of
+a profile on TPU v5e.
 
-There are two errors. A run left out has its source's factor from the source's other runs: this
-error says how well the model scales. A source left out has the median of the other sources'
-factors: this error is that of a program that nobody has run. interval.py makes an interval of what
-remains.
+Two errors are reported. If a run is left out, its source's factor comes from the source's other
+runs; this error shows how well the model scales. If a source is left out, its factor is the median
+of the other sources; this is the error for a new program. interval.py derives an interval from
+these residuals.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from scipy import optimize
 
 from lamb_tpu.cost.network import PROFILE
 
-# Of 1 / efficiency, and of the microseconds of a hop and of a collective: those of the profile. A
-# factor of e away from one counts as a run that is off by 1 %, so that a constant that no run tells
-# stays there. Of 8, 4, 2 and 1 % the last was best for the runs left out.
+# Prior of 1 / efficiency, and of the microseconds of a hop and of a collective, from the profile. A
+# constant that is off by a factor of e costs as much as a run that is off by 1 %, so a constant that
+# no run determines stays at its prior. Of 8, 4, 2 and 1 %, 1 % gave the smallest leave-one-out error.
 _PRIOR = np.log(
     [1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6]
 )
 _PULL = 0.01
-_WIDEST = 100.0  # bound of each constant's distance from its start, as a factor
-BASE = "v3"  # the generation whose factor is 1; without runs on it, the first by name
+_WIDEST = 100.0  # each fitted constant is at most this factor from its start value
+BASE = "v3"  # the generation with factor 1; without runs on it, the first by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Sample:
     Attributes:
       source: name of the source.
       generation: version of the TPU.
-      compute: seconds of all computation, with evaluation at a third of an update's.
-      basis: seconds for the network by each of `rows.BASIS`, (3,).
+      compute: seconds of computation; evaluated examples cost a third of trained ones.
+      basis: seconds on the network by each of `rows.BASIS`, (3,).
       measured: seconds that the run took.
     """
 
@@ -65,9 +65,9 @@ class Fit:
 
     Attributes:
       network: 1 / efficiency, microseconds of a hop, microseconds of a collective.
-      generations: time of a generation's computation by the compiler's estimate, where `BASE`'s is
-        the same.
-      factors: time of a source's computation by the compiler's estimate, besides that.
+      generations: computation time of each generation relative to the compiler's estimate, where
+        `BASE` has 1.
+      factors: computation time of each source relative to the compiler's estimate.
     """
 
     network: tuple[float, ...]
@@ -76,16 +76,16 @@ class Fit:
 
     @property
     def generation(self) -> float:
-        """The factor of a generation without runs: the geometric mean of the others'."""
+        """The factor of a generation without runs: the geometric mean over the others."""
         return statistics.geometric_mean(self.generations.values())
 
     @property
     def factor(self) -> float:
-        """The factor of a program that nobody has run: the median of the sources'."""
+        """The factor of a program that nobody has run: the median over the sources."""
         return statistics.median(self.factors.values())
 
     def network_seconds(self, sample: Sample) -> float:
-        """Returns the time for which a run waits for the network."""
+        """Returns the time that a run waits for the network."""
         return float(np.dot(sample.basis, self.network))
 
     def seconds(self, sample: Sample) -> float:
@@ -97,7 +97,7 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Fits the constants; the same runs are fitted once."""
+    """Fits the constants; results are cached."""
     return _fit(tuple(samples))
 
 
@@ -122,25 +122,25 @@ def _fit(samples: tuple[Sample, ...]) -> Fit:
     start = np.concatenate([_PRIOR, np.zeros(len(generations) + len(sources))])
     widest = np.log(_WIDEST)
     low, high = start - widest, start + widest
-    low[0] = 0.0  # an efficiency above 1 would say that the published bandwidths are too small
+    low[0] = 0.0  # an efficiency above 1 would mean that the published bandwidths are too small
     return fitted(optimize.least_squares(residuals, start, bounds=(low, high)).x)
 
 
 def leave_out_runs(samples: Sequence[Sample]) -> list[float | None]:
-    """Returns predicted by measured time of each run, fitted to the others.
+    """Returns predicted over measured time of each run, with the run left out of the fit.
 
-    None for the only run of a source, whose factor no other run gives.
+    None for the only run of a source, because no other run determines its factor.
     """
-    found: list[float | None] = []
-    for place, sample in enumerate(samples):
-        others = [*samples[:place], *samples[place + 1 :]]
+    ratios: list[float | None] = []
+    for index, sample in enumerate(samples):
+        others = [*samples[:index], *samples[index + 1 :]]
         is_alone = sample.source not in {other.source for other in others}
-        found.append(None if is_alone else fit(others).seconds(sample) / sample.measured)
-    return found
+        ratios.append(None if is_alone else fit(others).seconds(sample) / sample.measured)
+    return ratios
 
 
 def leave_out_sources(samples: Sequence[Sample]) -> list[float]:
-    """Returns predicted by measured time of each run, fitted to the other sources."""
+    """Returns predicted over measured time of each run, with its source left out of the fit."""
     fits = {
         source: fit([other for other in samples if other.source != source])
         for source in {sample.source for sample in samples}

@@ -1,4 +1,4 @@
-"""The module lamb_tpu/cost/calibrated.py, which the fit generates."""
+"""The generated module lamb_tpu/cost/calibrated.py."""
 
 import pathlib
 
@@ -19,19 +19,20 @@ CALIBRATED = Calibrations(
 '''
 
 
-def text(found: Calibrations) -> str:
+def text(calibrations: Calibrations) -> str:
     """Returns the module with these constants, rounded to three digits."""
     known = "".join(
-        f'        "{version}": {_bounds(each, 8)},\n' for version, each in found.known.items()
+        f'        "{version}": {_bounds(each, 8)},\n'
+        for version, each in calibrations.known.items()
     )
-    validation = found.validation
+    validation = calibrations.validation
     generations = ", ".join(
         f'"{version}": {counts}' for version, counts in validation.generations.items()
     )
     return (
         f"{_HEAD}{known}    }},\n"
-        f"    {_bounds(found.unseen, 4)},\n"
-        f'    "{found.fitted_to}",\n'
+        f"    {_bounds(calibrations.unseen, 4)},\n"
+        f'    "{calibrations.fitted_to}",\n'
         "    Validation(\n"
         f"        {validation.programs}, {{{generations}}},\n"
         f"        {_numbers(validation.new_program)}, {_numbers(validation.known_program)},\n"

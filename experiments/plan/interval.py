@@ -1,21 +1,22 @@
-"""Intervals of a plan's times, and how many runs they cover that the fit has not seen.
+"""Intervals of a plan's times, and the share of unseen runs that they cover.
 
 The fit gives one factor for each program (a source), one for each generation of TPU, and a residual
-for each run. A plan is of a new program, so its logarithm is off by the sum of
+for each run. The logarithm of a plan for a new program is off by the sum of
 
     a new program's effect + a new generation's effect + a residual
 
-where the second is 0 for a generation that has runs. Each effect is a draw from a normal
-distribution around the mean of those that were measured. Its variance is
+where the second term is 0 for a generation with runs. Each effect is drawn from a normal
+distribution around the mean of the measured effects. Its variance is
 
     (log(assumed)^2 + sum of squared deviations from the mean) / (1 + n - 1)
 
-for n measured effects: an assumed spread counts as much as one measured deviation. It matters where
-there are few effects, and there are only two generations. The interval is Student's t of the summed
-variances, with the degrees of freedom of the programs' variance, which is the largest.
+for n measured effects: an assumed spread counts as one measured deviation. This assumption matters
+if there are few effects, as for the generations, of which there are only two. The interval is
+Student's t of the summed variances, with the degrees of freedom of the programs' variance, which is
+the largest.
 
-The validation is nested: with each program, and with each generation, left out, the constants and
-the variances come from the other runs alone.
+The validation is nested: each program, and each generation, is left out, and the constants and
+variances come from the other runs alone.
 """
 
 import dataclasses
@@ -31,18 +32,18 @@ from experiments.plan.fit import Fit, Sample
 from lamb_tpu.cost.network import PROFILE, Bounds, Calibrations, Constants, Validation
 
 LEVEL = 0.9
-# Assumed spreads, as factors of one standard deviation. That of programs is the smallest round
-# number with which nine in ten runs are covered when their program is left out. That of generations
-# is a little above the 1.23 of v3 and v4; two generations cannot test it.
+# Assumed spreads, as factors of one standard deviation. For programs it is the smallest round number
+# that covers nine in ten runs whose program is left out. For generations it is slightly above the
+# 1.23 of v3 and v4; two generations cannot test it.
 PROGRAMS, GENERATIONS = 2.0, 1.25
 
 
 def variance(effects: Sequence[float], assumed: float | None) -> tuple[float, int]:
-    """Returns the variance of logarithms of factors, and its degrees of freedom.
+    """Returns the variance of the logarithms of factors, and its degrees of freedom.
 
     Args:
       effects: the factors.
-      assumed: factor that counts as one deviation; None: the variance of the effects alone.
+      assumed: factor that counts as one deviation; None uses the effects alone.
 
     >>> round(variance([1.0], 2.0)[0] ** 0.5, 3), round(variance([1.0, 4.0], None)[0] ** 0.5, 3)
     (0.693, 0.98)
@@ -55,58 +56,58 @@ def variance(effects: Sequence[float], assumed: float | None) -> tuple[float, in
 
 
 def width(
-    found: Fit, samples: Sequence[Sample], is_seen: bool, programs: float | None = PROGRAMS
+    model: Fit, samples: Sequence[Sample], is_seen: bool, programs: float | None = PROGRAMS
 ) -> float:
     """Returns the factor from the expected time to each end of the interval.
 
     Args:
-      found: the fit.
+      model: the fit.
       samples: the runs to which it was fitted.
       is_seen: whether the plan's generation has runs.
       programs: the assumed spread of programs; None assumes nothing.
     """
-    spread, freedom = variance(list(found.factors.values()), programs)
-    # The mean over the measured programs is uncertain too, and so is that over generations.
-    total = spread * (1 + 1 / len(found.factors))
-    errors = np.log([found.seconds(sample) / sample.measured for sample in samples])
-    fitted = len(found.factors) + len(found.generations) - 1
+    spread, freedom = variance(list(model.factors.values()), programs)
+    # The means over measured programs and generations are uncertain too.
+    total = spread * (1 + 1 / len(model.factors))
+    errors = np.log([model.seconds(sample) / sample.measured for sample in samples])
+    fitted = len(model.factors) + len(model.generations) - 1
     total += float(errors @ errors) / max(1, len(samples) - fitted)
     if not is_seen:
-        spread, _ = variance(list(found.generations.values()), GENERATIONS)
-        total += spread * (1 + 1 / len(found.generations))
+        spread, _ = variance(list(model.generations.values()), GENERATIONS)
+        total += spread * (1 + 1 / len(model.generations))
     return math.exp(stats.t.ppf((1 + LEVEL) / 2, freedom) * math.sqrt(total))
 
 
 def bounds(
-    found: Fit, samples: Sequence[Sample], version: str, programs: float | None = PROGRAMS
+    model: Fit, samples: Sequence[Sample], version: str, programs: float | None = PROGRAMS
 ) -> Bounds:
     """Returns the constants of a plan of a new program on a generation.
 
-    At the upper end the network is at most as fast as in the profile. `found`, `samples` and
-    `programs` are those of `width`.
+    At the upper end, the network is at most as fast as in the profile. See `width` for `model`,
+    `samples` and `programs`.
     """
-    inverse, hop, start = found.network
+    inverse, hop, start = model.network
     fitted = Constants(
         1 / inverse,
         hop * 1e-6,
         start * 1e-6,
         PROFILE.datacenter_efficiency,
         PROFILE.datacenter_seconds,
-        found.factor * found.generations.get(version, found.generation),
+        model.factor * model.generations.get(version, model.generation),
     )
-    # The profile is slower than these runs say.
+    # The network of the profile is slower than the network that these runs imply.
     slow = dataclasses.replace(
         fitted,
         efficiency=min(fitted.efficiency, PROFILE.efficiency),
         hop_seconds=max(fitted.hop_seconds, PROFILE.hop_seconds),
         collective_seconds=max(fitted.collective_seconds, PROFILE.collective_seconds),
     )
-    by = width(found, samples, version in found.generations, programs)
+    by = width(model, samples, version in model.generations, programs)
     return Bounds(scaled(fitted, 1 / by), fitted, scaled(slow, by))
 
 
 def scaled(constants: Constants, by: float) -> Constants:
-    """Returns constants with which every time is longer by a factor, with no efficiency above 1."""
+    """Scales constants so that every time grows by a factor, with efficiencies of at most 1."""
     return Constants(
         min(1.0, constants.efficiency / by),
         constants.hop_seconds * by,
@@ -118,7 +119,7 @@ def scaled(constants: Constants, by: float) -> Constants:
 
 
 def seconds(constants: Constants, sample: Sample) -> float:
-    """Returns the time of a run by the constants of a plan."""
+    """Returns the time of a run with the constants of a plan."""
     links, hop, start = sample.basis
     network = links / constants.efficiency
     network += 1e6 * (hop * constants.hop_seconds + start * constants.collective_seconds)
@@ -131,12 +132,12 @@ def covers(each: Bounds, sample: Sample) -> bool:
 
 
 def without_programs(samples: Sequence[Sample], programs: float | None = PROGRAMS) -> list[Bounds]:
-    """Returns the constants for each run that are made without its program."""
+    """Returns constants for each run, fitted without its program."""
     return _without(samples, [sample.source for sample in samples], programs)
 
 
 def without_generations(samples: Sequence[Sample]) -> list[Bounds]:
-    """Returns the constants for each run that are made without its generation."""
+    """Returns constants for each run, fitted without its generation."""
     return _without(samples, [sample.generation for sample in samples], PROGRAMS)
 
 
@@ -156,7 +157,7 @@ def covered(each: Sequence[Bounds], samples: Sequence[Sample]) -> int:
 
 
 def validate(samples: Sequence[Sample]) -> Validation:
-    """Returns the accuracy for runs left out."""
+    """Returns the accuracy for left-out runs."""
     generations = dict[str, tuple[int, int]]()
     if len({sample.generation for sample in samples}) > 1:
         pairs = list(zip(without_generations(samples), samples, strict=True))
@@ -178,13 +179,13 @@ def errors(ratios: Sequence[float]) -> tuple[float, float]:
     >>> errors([1.1, 0.8, 1.0])
     (0.1, 0.2)
     """
-    found = [round(abs(ratio - 1), 6) for ratio in ratios]
-    return statistics.median(found), max(found)
+    errors = [round(abs(ratio - 1), 6) for ratio in ratios]
+    return statistics.median(errors), max(errors)
 
 
 def calibrations(
-    found: Fit, samples: Sequence[Sample], fitted_to: str, validation: Validation
+    model: Fit, samples: Sequence[Sample], fitted_to: str, validation: Validation
 ) -> Calibrations:
-    """Returns the constants that plans take: of each generation with runs, and of any other."""
-    known = {version: bounds(found, samples, version) for version in found.generations}
-    return Calibrations(known, bounds(found, samples, ""), fitted_to, validation)
+    """Returns the constants for plans: by generation with runs, and for any other."""
+    known = {version: bounds(model, samples, version) for version in model.generations}
+    return Calibrations(known, bounds(model, samples, ""), fitted_to, validation)

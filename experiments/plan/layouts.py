@@ -1,4 +1,4 @@
-"""Searches for the fastest layout of BERT-Large's first phase: layouts.json and layouts.md."""
+"""Searches for the fastest layout of BERT-Large's first phase; writes layouts.json and layouts.md."""
 
 import importlib.metadata
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.plan.rows import FOLDER
-from lamb_tpu import cli
+from lamb_tpu import overrides
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.files import writing
 from lamb_tpu.plan import fastest
@@ -20,8 +20,8 @@ Record = Mapping[str, Any]
 
 
 def search(slice_name: str, cache: Cache) -> dict[str, Any]:
-    """Returns the record of a search, of which each layout takes minutes to compile."""
-    variants = Variants(RECIPE, cli.load_recipe(RECIPE))
+    """Searches, and returns the record; each layout takes minutes to compile."""
+    variants = Variants(RECIPE, overrides.load(RECIPE))
     with Trials(fastest.most(variants, topology(slice_name)), cache=cache) as trials:
         answer = fastest.find(variants, slice_name, trials)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
@@ -29,7 +29,7 @@ def search(slice_name: str, cache: Cache) -> dict[str, Any]:
 
 
 def load() -> list[dict[str, Any]]:
-    """Returns the records; none if there is no file."""
+    """Returns the records; an empty list if the file is missing."""
     path = FOLDER / "layouts.json"
     return json.loads(path.read_text()) if path.exists() else []
 
@@ -43,14 +43,14 @@ def write(records: Sequence[Record]) -> str:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Returns the page: for each search the layouts that were tried, and the fastest."""
+    """Returns the page: the fastest layout of each search, and all layouts that it tried."""
     lines = [
         "# The fastest layouts of BERT-Large's first phase",
         "",
-        "The search of `--find=fastest`: one dimension after the other, with the others at the",
-        "best so far. The batch, of 65,536, and its mathematics are the recipe's. Times are the",
-        "TPU compiler's with the model of the network, and its interval: none of these ran. Both",
-        "are of the calibration at the time of the search; calibration.md has the one of today.",
+        "Results of `lamb_tpu.plan --find=fastest`, which searches one setting after another and keeps the",
+        "best values so far. The batch is 65,536, and all layouts compute the same as the recipe. A time",
+        "is the TPU compiler's estimate plus that of the network model, with its interval; nothing was run.",
+        "The times use the calibration at the time of the search; calibration.md has the current one.",
     ]
     for record in records:
         lines += [
@@ -62,7 +62,7 @@ def page(records: Sequence[Record]) -> str:
         ]
         if record["flags"]:
             lines += ["```sh", *record["flags"], "```", ""]
-        lines += ["| layout | memory | ms a step |", "| --- | ---: | ---: |"]
+        lines += ["| layout | memory | ms per step |", "| --- | ---: | ---: |"]
         lines += [
             f"| {_layout(trial['changes'])} | {_cells(trial)} |" for trial in record["trials"]
         ]
@@ -77,14 +77,14 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _layout(changes: Mapping[str, Any]) -> str:
-    # Rules belong to scanned layers, and take lines.
+    # Omit the rules, which only describe scanned layers and take several lines.
     shown = [f"{key}={value}" for key, value in changes.items() if key != "optimizer.rules"]
     return f"`{', '.join(shown)}`" if shown else "as given"
 
 
 def _cells(trial: Mapping[str, Any]) -> str:
-    if trial["refused"]:
-        return f"refused: {trial['refused']} |"
+    if trial["rejected"]:
+        return f"rejected: {trial['rejected']} |"
     share = f"{100 * trial['share_of_memory']:.3g} %" if trial["share_of_memory"] else "?"
     if not trial["fits"]:
         return f"{share}: does not fit |"

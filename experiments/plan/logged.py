@@ -1,8 +1,8 @@
 """Runs of this package on TPUs as points of the calibration: logged.jsonl.
 
-`of_workdir` reads a finished run. Its time is the number of timed updates by the median of the
-recorded rates, which leave out evaluation, saving and the first update of a start. All runs of one
-network are one program, as they share its source.
+`of_workdir` reads a finished run. Its time is the number of timed updates times the
+seconds of an update at the median recorded rate, which excludes evaluation, saving and the first
+update of a start. All runs of one network count as one program and share its source.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source, load_sources
-from lamb_tpu.config import check_keys, flatten, unflatten
+from experiments.plan.rows import FOLDER, LOGGED, Phase, Run, Source, load_sources
 from lamb_tpu.cost.topology import slice_name, topology, tpu_version
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed
 from lamb_tpu.files import reading, writing
 from lamb_tpu.plan.changing import changes
+from lamb_tpu.spec import Spec, flatten, of_flat
 from lamb_tpu.store import runs
 from lamb_tpu.store.metrics import read_records
 
 PATH = FOLDER / "logged.jsonl"
-LEAST = 50  # timed updates of a run
+LEAST = 50  # minimum of timed updates in a run
 _RATE = "examples_per_second"
-# Keys that change nothing in the step, and may name folders of the user's machine.
+# Keys that do not change the step, and may name folders of the user's machine.
 _DROPPED = ("checkpoint.", "log.", "seed", "init_from", "init.", "data.prepared_dir", "guards.")
 
 
@@ -38,8 +38,8 @@ class Row:
     Attributes:
       program: network and number of parameters.
       topology: name of the slice.
-      config: the flattened config, without the keys that change nothing in the step.
-      examples: number of training examples.
+      config: the flattened config, without keys that do not change the step.
+      examples: number of examples in the training set.
       updates: number of timed updates.
       seconds: time of these updates.
       device: JAX's name of the device.
@@ -60,10 +60,10 @@ class Row:
     commit: str | None
 
     @property
-    def part(self) -> Part:
-        """The program of the run."""
+    def phase(self) -> Phase:
+        """Returns the program of the run."""
         label = f"{self.program}, batch {self.config['batch_size']}"
-        return Part("", self.config, self.updates, label, self.examples)
+        return Phase("", self.config, self.updates, label, self.examples)
 
 
 _TYPES: dict[str, Any] = {
@@ -95,16 +95,16 @@ def load_all() -> tuple[Source, ...]:
 
 def _source(program: str, rows: Sequence[Row]) -> Source:
     name = LOGGED + program
-    found = tuple(Run(name, row.topology, (row.part,), seconds=row.seconds) for row in rows)
+    logged_runs = tuple(Run(name, row.topology, (row.phase,), seconds=row.seconds) for row in rows)
     versions = ", ".join(dict.fromkeys(f"jax {row.jax}" for row in rows))
-    return Source(name, "logged.jsonl", "logged", f"the program here, {versions}", found)
+    return Source(name, "logged.jsonl", "logged", f"the program here, {versions}", logged_runs)
 
 
 def read(path: pathlib.Path) -> list[Row]:
     """Returns the rows of a file; none if there is no file.
 
     Raises:
-      UserError: a line is damaged, or there twice; the message names the line and the field.
+      UserError: a line is damaged or duplicated; the message names the line and the field.
     """
     if not path.exists():
         return []
@@ -113,7 +113,10 @@ def read(path: pathlib.Path) -> list[Row]:
         row = _parse(record, f"line {number} of {path}")
         if row in rows:
             first = rows.index(row) + 1
-            raise UserError(f"line {number} of {path} repeats line {first}; delete one of them")
+            problem = f"repeats line {first}"
+            raise UserError(
+                f"line {number} of {path}", problem=problem, remedy="delete one of them"
+            )
         rows.append(row)
     return rows
 
@@ -121,43 +124,50 @@ def read(path: pathlib.Path) -> list[Row]:
 def _parse(record: Mapping[str, Any], where: str) -> Row:
     if record.keys() != _TYPES.keys():
         odd = sorted(record.keys() ^ _TYPES.keys())
-        raise UserError(
-            f"{where} must have the fields {', '.join(_TYPES)}; {', '.join(odd)} is missing or "
-            "unknown"
+        problem, remedy = (
+            f": {', '.join(odd)} is missing or unknown",
+            f"use the fields {listed(_TYPES)}",
         )
+        raise UserError(where, problem=problem, remedy=remedy)
     for name, wanted in _TYPES.items():
         if not isinstance(record[name], wanted) or isinstance(record[name], bool):
-            raise UserError(f"{where}: {name} is {record[name]!r}, which has the wrong type")
+            key, problem = f"{where}: {name}", "has the wrong type"
+            raise UserError(key, record[name], problem, "restore the line")
     for name in ("examples", "updates", "seconds"):
         if not 0 < record[name] < math.inf:
-            raise UserError(f"{where}: {name} is {record[name]!r}; it must be above 0 and finite")
+            remedy = "give a positive, finite number"
+            raise UserError(f"{where}: {name}", record[name], "is out of range", remedy)
     if "batch_size" not in record["config"]:
-        raise UserError(f"{where}: config has no batch_size; give the run's flattened config")
+        remedy = "give the run's flattened config"
+        raise UserError(f"{where}: config", problem="has no batch_size", remedy=remedy)
     if not record["program"].strip():
-        raise UserError(f"{where}: program is empty; give the network's name")
+        raise UserError(f"{where}: program", problem="is empty", remedy="give the network's name")
     row = Row(**record)
     try:
         slice_, version = topology(row.topology), tpu_version(row.device)
-        config = unflatten(row.config)
-        check_keys(config)
+        config = of_flat(row.config)
     except (UserError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{where} cannot be planned: {error}") from None
+        raise UserError(where, problem=f"cannot be planned: {error}") from None
     if version != slice_.version:
         raise UserError(
-            f"{where}: the device {row.device!r} is a {version}, and {row.topology} is a slice of "
-            f"{slice_.version}; name the slice that ran"
+            f"{where}: device",
+            row.device,
+            f"is a {version}, and {row.topology} is a slice of {slice_.version}",
+            "name the slice that ran",
         )
     if math.prod(row.mesh.values()) != slice_.num_devices:
         raise UserError(
-            f"{where}: mesh is {dict(row.mesh)}, and {row.topology} has {slice_.num_devices:,} "
-            "devices"
+            f"{where}: mesh",
+            dict(row.mesh),
+            f"does not fit {row.topology}, which has {slice_.num_devices:,} devices",
+            "name the slice that ran",
         )
     _check_config(config, where)
     return row
 
 
-def _check_config(config: Any, where: str) -> None:
-    """Checks that the package alone makes one program of a config."""
+def _check_config(config: Spec, where: str) -> None:
+    """Checks that the package alone makes one program from a config."""
     custom = [
         f"{key}={value}"
         for key, value in flatten(config).items()
@@ -168,13 +178,15 @@ def _check_config(config: Any, where: str) -> None:
     ]
     if custom:
         raise UserError(
-            f"{where} has the custom component {custom[0]}, which the calibration cannot compile "
-            "again; give a run of the package's components"
+            where,
+            problem=f"has the custom component {custom[0]}, which the calibration cannot compile",
+            remedy="give a run that uses only the package's components",
         )
     if changes(config):
         raise UserError(
-            f"{where} has a batch that changes, so its rates are of several programs; give a run "
-            "with one batch size"
+            where,
+            problem="changes its batch, so its rates are those of several programs",
+            remedy="give a run with one batch size",
         )
 
 
@@ -183,7 +195,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
 
     Args:
       workdir: its folder.
-      slice_: name of its slice; None: the one slice with as many devices that has a name.
+      slice_: name of the run's slice; None selects the only named slice with the run's number of devices.
 
     Raises:
       UserError: the folder holds no finished run on a TPU with enough timed updates.
@@ -192,28 +204,28 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     where = f"--add {run.folder.path}"
     receipts = read_records(run.folder.run)
     if not receipts:
-        raise UserError(f"{where} has an empty {run.folder.run.name}, so its hardware is unknown")
+        problem = f"has an empty {run.folder.run.name}, so its hardware is unknown"
+        raise UserError(where, problem=problem, remedy="restore the file")
     for key, wanted in (("device", str), ("devices", int), ("mesh", dict), ("jax", str)):
         if not isinstance(receipts[-1].get(key), wanted):
-            raise UserError(
-                f"{run.folder.run} has no {key} of type {wanted.__name__}; restore the file"
-            )
+            problem = f"has no {key} of type {wanted.__name__}"
+            raise UserError(run.folder.run, problem=problem, remedy="restore the file")
         if any(receipt.get(key) != receipts[-1][key] for receipt in receipts):
             values = " and ".join(dict.fromkeys(str(receipt.get(key)) for receipt in receipts))
             raise UserError(
-                f"{where} was trained in starts with {key} {values}, so its rates are of several "
-                "programs; give a run with one"
+                where,
+                problem=f"was started with {key} {values}, so its rates are those of several programs",
+                remedy=f"give a run with one value of {key}",
             )
     receipt = receipts[-1]
     if not receipt["device"].startswith("TPU"):
         raise UserError(
-            f"{where} was trained on the device {receipt['device']!r}, and the calibration is of "
-            "TPUs; give a run on a TPU"
+            f"{where}: device", receipt["device"], "is not a TPU", "give a run on a TPU"
         )
     if reason := run.unfinished():
-        raise UserError(f"{where} holds a run that {reason}; let it finish")
+        raise UserError(where, problem=f"holds a run that {reason}", remedy="let it finish")
     name = slice_name(receipt["device"], receipt["devices"]) if slice_ is None else slice_
-    config = unflatten(run.config)
+    config = of_flat(run.config)
     _check_config(config, where)
     trained = run.records("train")
     timed = [record for record in trained if isinstance(record.get(_RATE), (int, float))]
@@ -221,15 +233,16 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     updates = sum(record.get("updates", 0) for record in timed)
     if updates < LEAST or not rates:
         raise UserError(
-            f"{where} has {updates} timed updates, and a point of the calibration needs {LEAST}; "
-            "give a longer run"
+            where,
+            problem=f"has {updates} timed updates, and a point of the calibration needs {LEAST}",
+            remedy="give a longer run",
         )
     last = trained[-1]
-    kept = {key: each for key, each in flatten(config).items() if not key.startswith(_DROPPED)}
+    settings = {key: each for key, each in flatten(config).items() if not key.startswith(_DROPPED)}
     record = {
         "program": _program(run),
         "topology": name,
-        "config": kept,
+        "config": settings,
         "examples": round(last["step"] * config.batch_size / last["epoch"]),
         "updates": updates,
         "seconds": round(updates * config.batch_size / statistics.median(rates), 3),
@@ -246,23 +259,23 @@ def _program(run: runs.RunFiles) -> str:
         table = reading.read_text(run.folder.parameters)
     except (FileNotFoundError, ValueError):
         table = ""
-    found = re.search(r"^total: .*?(\d[\d,]*) values", table, re.MULTILINE)
-    if found is None:
-        raise UserError(
-            f"{run.folder.parameters} has no line with the total of the parameters; restore it"
-        )
-    return f"{run.config['model.name']} of {int(found[1].replace(',', '')):,} parameters"
+    match = re.search(r"^total: .*?(\d[\d,]*) values", table, re.MULTILINE)
+    if match is None:
+        problem = "has no line with the total number of parameters"
+        raise UserError(run.folder.parameters, problem=problem, remedy="restore the file")
+    return f"{run.config['model.name']} of {int(match[1].replace(',', '')):,} parameters"
 
 
 def check_new(row: Row) -> None:
-    """Checks that logged.jsonl does not have a row.
+    """Checks that logged.jsonl does not already contain `row`.
 
     Raises:
-      UserError: it has, or it is damaged.
+      UserError: it contains the row, or is damaged.
     """
     rows = read(PATH)
     if row in rows:
-        raise UserError(f"{PATH} has this run already, in line {rows.index(row) + 1}")
+        problem = f"has this run already, in line {rows.index(row) + 1}"
+        raise UserError(PATH, problem=problem, remedy="give another run")
 
 
 def add(row: Row) -> None:

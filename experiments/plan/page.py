@@ -8,13 +8,13 @@ import jinja2
 from experiments.plan import fit as fit_lib
 from experiments.plan import generated, interval
 from experiments.plan.fit import Fit, Sample
-from experiments.plan.rows import FOLDER, LOGGED, Part, Run, Source
+from experiments.plan.rows import FOLDER, LOGGED, Phase, Run, Source
 from lamb_tpu import style
 from lamb_tpu.cost.network import Bounds, Calibrations
 from lamb_tpu.cost.topology import topology
 
-Kept = Mapping[str, Mapping[str, Any]]
-GOAL = 0.15  # largest error of a run left out
+SavedRows = Mapping[str, Mapping[str, Any]]
+GOAL = 0.15  # largest error of a left-out run
 
 
 class Line(NamedTuple):
@@ -24,33 +24,33 @@ class Line(NamedTuple):
     sample: Sample
     batch_size: int
     seconds: float  # predicted, with all runs in the fit
-    without_run: float | None  # predicted by measured time, fitted to the other runs
-    without_source: float  # the same, fitted to the other sources
+    without_run: float | None  # predicted over measured time, with the run left out of the fit
+    without_source: float  # the same ratio, with the source left out
     nested: Bounds  # constants and interval from the other sources
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Least and most seconds by the interval from the other sources."""
+        """Least and most seconds of the interval from the other sources."""
         low, _, high = (interval.seconds(each, self.sample) for each in self.nested)
         return low, high
 
     @property
     def is_covered(self) -> bool:
-        """Returns whether the measured time is between these."""
+        """True if the interval contains the measured time."""
         return interval.covers(self.nested, self.sample)
 
 
-def sample_of(run: Run, kept: Kept) -> Sample | None:
-    """Returns a run in numbers; None if a part is not compiled or does not fit."""
-    parts = [kept.get(part.key(run.topology)) for part in run.parts]
-    if not all(part and part["fits"] for part in parts):
+def sample_of(run: Run, saved: SavedRows) -> Sample | None:
+    """Returns a run in numbers; None if one of its programs is not compiled or does not fit."""
+    phases = [saved.get(phase.key(run.topology)) for phase in run.phases]
+    if not all(phase and phase["fits"] for phase in phases):
         return None
     compute, basis = 0.0, [0.0, 0.0, 0.0]
-    for part, each in zip(run.parts, parts, strict=True):
+    for phase, each in zip(run.phases, phases, strict=True):
         assert each is not None
-        compute += part.updates * each["compute"]
-        basis = [sum_ + part.updates * one for sum_, one in zip(basis, each["basis"], strict=True)]
-    first = parts[0]
+        compute += phase.updates * each["compute"]
+        basis = [sum_ + phase.updates * one for sum_, one in zip(basis, each["basis"], strict=True)]
+    first = phases[0]
     assert first is not None
     compute += run.evaluated / first["batch_size"] * first["compute"] / 3
     links, hop, start = basis
@@ -58,18 +58,18 @@ def sample_of(run: Run, kept: Kept) -> Sample | None:
     return Sample(run.source, version, compute, (links, hop, start), run.seconds or 0.0)
 
 
-def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
+def lines_of(sources: Sequence[Source], saved: SavedRows) -> tuple[Fit, list[Line]]:
     """Returns the fit to all measured runs that are compiled, and these runs."""
-    found = [
+    pairs = [
         (run, sample)
         for source in sources
         for run in source.runs
-        if run.seconds and (sample := sample_of(run, kept))
+        if run.seconds and (sample := sample_of(run, saved))
     ]
-    samples = [sample for _, sample in found]
+    samples = [sample for _, sample in pairs]
     fitted = fit_lib.fit(samples)
     each = zip(
-        found,
+        pairs,
         fit_lib.leave_out_runs(samples),
         fit_lib.leave_out_sources(samples),
         interval.without_programs(samples),
@@ -77,20 +77,20 @@ def lines_of(sources: Sequence[Source], kept: Kept) -> tuple[Fit, list[Line]]:
     )
     return fitted, [
         Line(
-            run,
-            sample,
-            kept[run.parts[0].key(run.topology)]["batch_size"],
-            fitted.seconds(sample),
-            alone,
-            apart,
-            nested,
+            run=run,
+            sample=sample,
+            batch_size=saved[run.phases[0].key(run.topology)]["batch_size"],
+            seconds=fitted.seconds(sample),
+            without_run=alone,
+            without_source=apart,
+            nested=nested,
         )
         for (run, sample), alone, apart, nested in each
     ]
 
 
 def calibrations(fitted: Fit, lines: Sequence[Line]) -> Calibrations:
-    """Returns the constants that plans take."""
+    """Returns the constants for plans."""
     samples = [line.sample for line in lines]
     logged = sum(line.run.source.startswith(LOGGED) for line in lines)
     runs = f"{len(lines) - logged} published" + f" and {logged} logged" * bool(logged)
@@ -101,37 +101,36 @@ def calibrations(fitted: Fit, lines: Sequence[Line]) -> Calibrations:
     )
 
 
-def write(sources: Sequence[Source], kept: Kept) -> str:
+def write(sources: Sequence[Source], saved: SavedRows) -> str:
     """Writes the page, its figure and the module of the constants, and returns the page.
 
-    The module is left as it is while a program is missing, so that plans always follow from all
-    runs.
+    While a program is missing, the module is left unchanged, so that plans always follow from all runs.
     """
-    fitted, lines = lines_of(sources, kept)
+    fitted, lines = lines_of(sources, saved)
     (FOLDER / "calibration.svg").write_text(figure(lines))
-    page = text(sources, kept)
+    page = text(sources, saved)
     (FOLDER / "calibration.md").write_text(page)
-    if not missing(sources, kept):
+    if not missing(sources, saved):
         generated.PATH.write_text(generated.text(calibrations(fitted, lines)))
     return page
 
 
-def missing(sources: Sequence[Source], kept: Kept) -> dict[str, tuple[str, Part]]:
-    """Returns slice and part of the programs that are not compiled, by their keys."""
-    found = {
-        part.key(run.topology): (run.topology, part)
+def missing(sources: Sequence[Source], saved: SavedRows) -> dict[str, tuple[str, Phase]]:
+    """Returns the slice and phase of each uncompiled program, by key."""
+    wanted = {
+        phase.key(run.topology): (run.topology, phase)
         for source in sources
         for run in source.runs
-        for part in run.parts
+        for phase in run.phases
     }
-    return {key: each for key, each in found.items() if key not in kept}
+    return {key: each for key, each in wanted.items() if key not in saved}
 
 
-def text(sources: Sequence[Source], kept: Kept) -> str:
+def text(sources: Sequence[Source], saved: SavedRows) -> str:
     """Returns the page."""
-    fitted, lines = lines_of(sources, kept)
+    fitted, lines = lines_of(sources, saved)
     samples = [line.sample for line in lines]
-    found = calibrations(fitted, lines)
+    calibrated = calibrations(fitted, lines)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
@@ -147,7 +146,7 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
         percent=_percent,
         minutes=lambda seconds: f"{seconds / 60:.2f} min",
         speed=_speed,
-        validation=found.validation,
+        validation=calibrated.validation,
         without_assumption=interval.covered(interval.without_programs(samples, None), samples),
         programs_left_out=[
             f"{name} ({sum(hits)} of {len(hits)})"
@@ -155,10 +154,10 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
             if not all(hits := [line.is_covered for line in lines if line.run.source == name])
         ],
         widths={seen: interval.width(fitted, samples, seen) for seen in (True, False)},
-        unseen=found.unseen.middle.compute_factor / fitted.factor,
+        unseen=calibrated.unseen.middle.compute_factor / fitted.factor,
         assumed=interval,
-        known=found.known,
-        any_other=found.unseen,
+        known=calibrated.known,
+        any_other=calibrated.unseen,
         beyond=[
             f"{line.run.source} on {line.run.topology}"
             for line in lines
@@ -170,19 +169,22 @@ def text(sources: Sequence[Source], kept: Kept) -> str:
             if line.run.all_reduce is not None
         ],
         reported=[
-            (line, line.seconds * line.run.reported_updates / line.run.parts[0].updates)
+            (line, line.seconds * line.run.reported_updates / line.run.phases[0].updates)
             for line in lines
             if line.run.reported_updates
         ],
-        programs=list(_programs(sources, kept)),
+        programs=list(_programs(sources, saved)),
         missing=sorted(
-            {f"{part.name} on {slice_name}" for slice_name, part in missing(sources, kept).values()}
+            {
+                f"{phase.name} on {slice_name}"
+                for slice_name, phase in missing(sources, saved).values()
+            }
         ),
-        planned=list(_planned(sources, kept, found)),
+        planned=list(_planned(sources, saved, calibrated)),
         versions=sorted(
             {
                 ", ".join(f"{name} {number}" for name, number in each["versions"].items())
-                for each in kept.values()
+                for each in saved.values()
             }
         ),
     )
@@ -194,36 +196,40 @@ def network_share(sample: Sample, fitted: Fit) -> float:
 
 
 def _planned(
-    sources: Sequence[Source], kept: Kept, found: Calibrations
+    sources: Sequence[Source], saved: SavedRows, calibrated: Calibrations
 ) -> Iterator[tuple[Run, list[float]]]:
-    """Yields compiled runs that nobody ran: least, expected and most seconds; none if too large."""
-    for run in (run for source in sources for run in source.runs if run.seconds is None):
-        sample = sample_of(run, kept)
-        if all(part.key(run.topology) in kept for part in run.parts):
-            constants = found.for_generation(topology(run.topology).version).each
+    """Yields compiled runs that were never made, with low, expected and high seconds ([] if they do not fit).
+
+    Runs that give a value of a table are on that table's page instead.
+    """
+    runs = [run for source in sources for run in source.runs]
+    for run in (run for run in runs if run.seconds is None and not run.cells):
+        sample = sample_of(run, saved)
+        if all(phase.key(run.topology) in saved for phase in run.phases):
+            constants = calibrated.for_generation(topology(run.topology).version).each
             yield run, [interval.seconds(each, sample) for each in constants] if sample else []
 
 
 def _programs(
-    sources: Sequence[Source], kept: Kept
+    sources: Sequence[Source], saved: SavedRows
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yields name, slice and figures of each compiled program once."""
     keys = set[str]()
     for run in (run for source in sources for run in source.runs):
-        for part in run.parts:
-            key = part.key(run.topology)
-            if key in kept and key not in keys:
+        for phase in run.phases:
+            key = phase.key(run.topology)
+            if key in saved and key not in keys:
                 keys.add(key)
-                yield part.name, run.topology, kept[key]
+                yield phase.name, run.topology, saved[key]
 
 
 def _speed(line: Line, seconds: float) -> str:
-    """Returns examples a millisecond of a run that takes so long as text."""
-    return f"{line.batch_size * line.run.parts[0].updates / seconds / 1000:.4g}"
+    """Formats the examples per millisecond of a run that takes this long."""
+    return f"{line.batch_size * line.run.phases[0].updates / seconds / 1000:.4g}"
 
 
 def _percent(share: float) -> str:
-    """Returns a share as text.
+    """Formats a share as a percentage.
 
     >>> _percent(0.0281), _percent(0.15)
     ('2.8 %', '15 %')
@@ -232,7 +238,7 @@ def _percent(share: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Returns a time as text.
+    """Formats a time in the largest suitable unit.
 
     >>> _time(72.6), _time(4571.4), _time(298_080)
     ('72.6 s', '76.2 min', '82.8 h')
@@ -244,9 +250,9 @@ def _time(seconds: float) -> str:
 
 
 def figure(lines: Sequence[Line]) -> str:
-    """Returns each run predicted from the others, and the intervals without its program, as SVG."""
-    drawn = style.figure(11.0, 5.0)
-    left, right = drawn.subplots(1, 2)
+    """Plots each run's time predicted from other runs, and its interval from other programs, as SVG."""
+    drawn, (above, below) = style.stacked([4.6, 1.0 + 0.2 * len(lines)])
+    left, right = above.subplots(), below.subplots()
     times = [line.run.seconds or 1.0 for line in lines]
     ends = [min(times) / 1.3, max(times) * 1.3]
     left.fill_between(
@@ -269,22 +275,22 @@ def figure(lines: Sequence[Line]) -> str:
         rows = [row for row, line in enumerate(lines) if line.run.source == source]
         expected = [interval.seconds(lines[row].nested.middle, lines[row].sample) for row in rows]
         measured = [times[row] / middle for row, middle in zip(rows, expected, strict=True)]
-        spans = [
+        low, high = (
             [lines[row].ends[side] / middle for row, middle in zip(rows, expected, strict=True)]
             for side in (0, 1)
-        ]
-        right.hlines(rows, *spans, color=style.NEUTRAL, linewidth=1)
+        )
+        right.hlines(rows, low, high, color=style.NEUTRAL, linewidth=1)
         right.plot(measured, rows, **look)
     left.set_xscale("log")
     style.log_axis(left)
     style.dress(
         left, "Each run, predicted from the others", "measured time (s)", "predicted time (s)"
     )
-    left.legend(fontsize=8, loc="upper left")
+    style.legend_below(above)
     right.set_xscale("log")
     right.set_xticks([0.4, 0.6, 1.0, 1.5, 2.0], ["0.4", "0.6", "1", "1.5", "2"])
     right.minorticks_off()
-    right.set_yticks(range(len(lines)), [line.run.topology for line in lines], fontsize=7)
+    right.set_yticks(range(len(lines)), [line.run.topology for line in lines])
     right.invert_yaxis()
     style.dress(
         right, "Each run and its interval, its program left out", "measured by predicted time", ""

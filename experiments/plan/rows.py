@@ -1,10 +1,10 @@
-"""Published runs and what the TPU compiler and the links say of each: `published.toml`, rows.json.
+"""Published runs, and their figures from the TPU compiler and links: `published.toml`, rows.json.
 
-The time that a program waits for the network is almost linear in the constants of the network:
-nothing of it runs beside computation in these programs, or little. A row therefore keeps, for each
-part of a run, the computation and three times: of the links at full bandwidth, of a microsecond for
-each hop, and of a microsecond for each collective. Constants are fitted to these, and no program is
-read again.
+The time that a program waits for the network is almost linear in the network constants, because
+these programs overlap little or no communication with computation. A row therefore stores, for each
+phase of a run, the computation time and three network times: of links at full bandwidth, with one
+microsecond for each hop, and with one microsecond for each collective. The constants are fitted to
+these numbers without reading a program again.
 """
 
 import dataclasses
@@ -17,19 +17,17 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from lamb_tpu import cli
-from lamb_tpu.config import base_config, unflatten
+from lamb_tpu import overrides
 from lamb_tpu.cost.network import Constants
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.variants import differences
+from lamb_tpu.spec import Spec, changed, of_flat
 
 FOLDER = pathlib.Path(__file__).parent
-LOGGED = "lamb_tpu, "  # what the names of the programs of logged runs begin with
+LOGGED = "lamb_tpu, "  # prefix of the names of logged runs' programs
 _OPTIONAL = ("evaluated", "seconds", "all_reduce", "reported_updates", "reported_seconds")
-_FREE = 1e12  # an efficiency so high that the bytes take no time
-# Links alone, a microsecond for each hop, a microsecond for each collective.
+_FREE = 1e12  # an efficiency so high that bytes take no time
+# Links alone, one microsecond for each hop, one microsecond for each collective.
 BASIS = (
     Constants(1.0, 0.0, 0.0, 1.0, 0.0),
     Constants(_FREE, 1e-6, 0.0, _FREE, 0.0),
@@ -38,15 +36,15 @@ BASIS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a run: one program.
+class Phase:
+    """A phase of a run: one program.
 
     Attributes:
-      recipe: the config with its arguments, as --config takes it; '' for the config of defaults.
+      recipe: the config with its arguments, as --config takes it; '' for the default config.
       overrides: values of the config's keys.
       updates: number of updates.
-      label: its name, if recipe and overrides are not.
-      examples: number of training examples, for a data set whose facts are not known.
+      label: its name; '' to name it by its recipe and overrides.
+      examples: number of training examples, for a data set without stored metadata.
     """
 
     recipe: str
@@ -63,21 +61,19 @@ class Part:
         changes = (f"{key}={value}" for key, value in self.overrides.items())
         return ", ".join([self.recipe, *changes])
 
-    def config(self) -> ConfigDict:
+    def config(self) -> Spec:
         """Returns the config."""
         if not self.recipe:
-            return unflatten(self.overrides)
-        config = cli.load_recipe(self.recipe)
-        config.update_from_flattened_dict(dict(self.overrides))
-        return config
+            return of_flat(self.overrides)
+        return changed(overrides.load(self.recipe), self.overrides)
 
     @functools.cached_property
     def _changes(self) -> dict[str, Any]:
-        # A key that is new to all configs, and has its default here, changes nothing.
-        return differences(base_config(), self.config())
+        # A key that was added later and has its default here changes nothing.
+        return differences(Spec(), self.config())
 
     def key(self, topology: str) -> str:
-        """Returns what a kept part must have been made from: slice and config."""
+        """Returns the slice and config that determine a stored phase."""
         text = json.dumps([topology, self._changes], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -89,39 +85,41 @@ class Run:
     Attributes:
       source: name of the source.
       topology: name of the slice.
-      parts: the programs, in order.
-      evaluated: examples evaluated meanwhile.
+      phases: the programs, in order.
+      evaluated: number of evaluated examples.
       seconds: measured time; None if nobody ran it.
-      all_reduce: measured share of the time that is in all-reduce; None if unknown.
-      reported_updates: updates of the whole run, whose time the source reports; None if it does not
-        report another time than `seconds`.
+      all_reduce: measured share of the time in all-reduce; None if unknown.
+      reported_updates: updates of the full run whose time the source reports; None if it reports only
+        `seconds`.
       reported_seconds: that time, with start-up.
+      cells: table, cell and metric of the papers' values that this run gives, see `tables`.
     """
 
     source: str
     topology: str
-    parts: tuple[Part, ...]
+    phases: tuple[Phase, ...]
     evaluated: int = 0
     seconds: float | None = None
     all_reduce: float | None = None
     reported_updates: float | None = None
     reported_seconds: float | None = None
+    cells: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        """Source and slice, with the first part's argument."""
-        return f"{self.source}, {self.topology} ({self.parts[0].recipe.partition(':')[2]})"
+        """The source and slice, with the first phase's argument."""
+        return f"{self.source}, {self.topology} ({self.phases[0].recipe.partition(':')[2]})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A program of a team.
+    """A program of one team, and its published runs.
 
     Attributes:
       name: its name.
-      where: where its times stand.
+      where: the source of its times.
       known: seen, recalled or planned.
-      gap: in what the config differs from it.
+      gap: how the config differs from it.
       runs: its runs.
     """
 
@@ -138,20 +136,23 @@ def load_sources(path: pathlib.Path = FOLDER / "published.toml") -> tuple[Source
 
 
 def _source(entry: Mapping[str, Any]) -> Source:
-    def parts(run: Mapping[str, Any]) -> Iterator[Part]:
+    def phases(run: Mapping[str, Any]) -> Iterator[Phase]:
         arguments, overrides = run["arguments"], run.get("overrides", {})
         changes = run.get("part_overrides", [overrides] * len(arguments))
-        for argument, of_part, updates in zip(arguments, changes, run["updates"], strict=True):
+        for argument, phase_overrides, updates in zip(
+            arguments, changes, run["updates"], strict=True
+        ):
             separator = "," if ":" in entry["config"] else ":"
             recipe = f"{entry['config']}{separator}{argument}"
-            yield Part(recipe, of_part, updates)
+            yield Phase(recipe, phase_overrides, updates)
 
     runs = tuple(
         Run(
             entry["name"],
             run["topology"],
-            tuple(parts(run)),
+            tuple(phases(run)),
             **{key: run[key] for key in _OPTIONAL if key in run},
+            cells=tuple((table, cell, metric) for table, cell, metric in run.get("cells", ())),
         )
         for run in entry["runs"]
     )
@@ -159,12 +160,12 @@ def _source(entry: Mapping[str, Any]) -> Source:
 
 
 def measure(plan: Plan, key: str) -> dict[str, Any]:
-    """Returns what is kept of a part's plan.
+    """Returns the stored figures of a phase's plan.
 
-    Seconds are of one update: `compute`, and in `basis` the time by each of `BASIS` for which the
-    computation waits. A program that does not fit has neither.
+    Seconds are per update: `compute`, and in `basis` the time by each of `BASIS` that the computation
+    waits. A program that does not fit has neither.
     """
-    kept: dict[str, Any] = {
+    row: dict[str, Any] = {
         "key": key,
         "devices": plan.topology.num_devices,
         "chips": plan.topology.num_chips,
@@ -176,15 +177,15 @@ def measure(plan: Plan, key: str) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
     }
     if plan.fits:
-        found = plan.timelines(BASIS)
-        kept |= {
-            "compute": found[0].compute,
-            "basis": [each.exposed for each in found],
-            "hidden": found[0].network - found[0].exposed,
+        timelines = plan.timelines(BASIS)
+        row |= {
+            "compute": timelines[0].compute,
+            "basis": [each.exposed for each in timelines],
+            "hidden": timelines[0].network - timelines[0].exposed,
         }
-    return kept
+    return row
 
 
-def load_kept(path: pathlib.Path = FOLDER / "rows.json") -> dict[str, dict[str, Any]]:
-    """Returns the parts that were compiled, by their keys; none if there is no file."""
+def load_rows(path: pathlib.Path = FOLDER / "rows.json") -> dict[str, dict[str, Any]]:
+    """Returns the compiled phases by key; none if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}

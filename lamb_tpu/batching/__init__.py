@@ -1,6 +1,6 @@
-"""Batch sizes that training decides: statistics of gradients, and rules that read them.
+"""Batch sizes that change during training: statistics of gradients, and rules that use them.
 
-Statistics are sums over rows, microbatches and devices; a formula turns the sums into a few
-numbers. A rule, `rules.RULES`, makes the next batch size of those numbers on the host. Nothing here
-knows a step, a mesh or a config.
+Statistics are sums over rows, microbatches and devices, from which formulas compute a few numbers.
+From these numbers a rule, see `rules.RULES`, computes the next batch size on the host. This package
+is independent of the step, the mesh and the config.
 """

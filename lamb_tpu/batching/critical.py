@@ -1,7 +1,8 @@
-"""The critical batch: the largest at which equal examples still give about the same loss.
+"""The critical batch: the largest batch that reaches about the same loss with the same examples.
 
-It is measured by branches: from one checkpoint a run goes on at several batches, each for the same
-examples in the same order, and their losses are compared with that of the smallest batch.
+It is measured with branches: from one checkpoint a run continues at several batch sizes, with the
+same examples in the same order. The loss of each branch is compared with the loss of the branch
+that has the smallest batch.
 """
 
 import itertools
@@ -14,47 +15,47 @@ from lamb_tpu.optim.checks import check_range, check_whole
 
 
 class Excess(NamedTuple):
-    """Relative excess of a batch's mean loss over that of the smallest batch."""
+    """Relative excess of a batch's mean loss over the mean loss of the smallest batch."""
 
-    mean: float  # infinite where a branch has diverged
-    error: float  # its standard error over seeds; NaN for one seed
+    mean: float  # the excess; infinite if a branch has diverged
+    error: float  # the standard error of the excess over seeds; NaN for one seed
 
 
 class Critical(NamedTuple):
-    """The critical batch at a place of a run, in examples.
+    """The critical batch at a point of a run, in examples."""
 
-    Attributes:
-      batch: the largest measured batch up to which every one stays within the tolerance.
-      crossing: where the excess passes the tolerance, interpolated between two measured batches;
-        `batch` itself if the larger one has diverged, or if none was beyond.
-      beyond: whether a measured batch was beyond the tolerance; otherwise the critical batch is
-        `batch` or more.
-    """
-
+    # The largest measured batch within the tolerance, if all smaller measured batches are within it
+    # too.
     batch: int
+    # The batch at which the excess reaches the tolerance, interpolated between two measured
+    # batches; equals `batch` if the larger of the two diverged, or if all batches are within the
+    # tolerance.
     crossing: float
+    # Whether a measured batch exceeds the tolerance; if not, the critical batch may be larger.
     beyond: bool
 
 
 def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
-    """Returns the relative excess of a batch's mean loss over that of the smallest batch.
+    """Returns the relative excess of a batch's mean loss over the mean loss of the smallest batch.
 
-    The standard error is that of a ratio of means whose losses are paired by seed: branches of one
-    seed read the same examples, so what these add to both losses cancels.
+    The standard error is that of a ratio of means, with losses paired by seed: branches with the
+    same seed train on the same examples, so the effect of these examples on both losses cancels.
 
     >>> excess([2.5, 3.75], [2.0, 3.0])
     Excess(mean=0.25, error=0.0)
 
     Args:
-      losses: of the batch, one for each seed; may be NaN or infinite.
-      references: of the smallest batch, as many.
+      losses: losses of the batch, one for each seed; may be NaN or infinite.
+      references: losses of the smallest batch, one for each seed; finite and above 0.
 
     Raises:
-      ValueError: a reference that is not finite and above 0, or sequences of different lengths.
+      ValueError: a reference is invalid, or the two sequences differ in length.
     """
     for reference in references:
         if not 0 < reference < math.inf:
-            raise ValueError(f"a loss to compare with must be above 0 and finite, not {reference}")
+            raise ValueError(
+                f"the losses of the smallest batch must be finite and above 0, not {reference}"
+            )
     pairs = list(zip(losses, references, strict=True))
     if not all(map(math.isfinite, losses)):
         return Excess(math.inf, math.nan)
@@ -62,15 +63,16 @@ def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
     ratio = statistics.fmean(losses) / mean
     if len(pairs) == 1:
         return Excess(ratio - 1, math.nan)
-    rests = [loss - ratio * reference for loss, reference in pairs]
-    return Excess(ratio - 1, statistics.stdev(rests) / math.sqrt(len(pairs)) / mean)
+    residuals = [loss - ratio * reference for loss, reference in pairs]
+    return Excess(ratio - 1, statistics.stdev(residuals) / math.sqrt(len(pairs)) / mean)
 
 
 def critical(batches: Sequence[int], excesses: Sequence[float], tolerance: float) -> Critical:
-    """Returns the critical batch of an excess measured at several batches.
+    """Returns the critical batch, from the excess that was measured at several batch sizes.
 
-    A larger batch within the tolerance behind one beyond it does not count: noise can put it there.
-    Between two batches the excess is taken as linear in the batch's logarithm.
+    If a smaller batch exceeds the tolerance, a larger batch within the tolerance does not count,
+    because noise can be the reason. Between two batches the excess is interpolated linearly in the
+    logarithm of the batch size.
 
     >>> critical([64, 128, 256], [0.0, 0.002, 0.018], tolerance=0.01)
     Critical(batch=128, crossing=181.01933598375618, beyond=True)
@@ -78,26 +80,25 @@ def critical(batches: Sequence[int], excesses: Sequence[float], tolerance: float
     Critical(batch=256, crossing=256.0, beyond=False)
 
     Args:
-      batches: in examples, ascending.
-      excesses: mean excess of each, see `excess`; 0 for the first.
-      tolerance: largest excess that is allowed.
+      batches: batch sizes in examples, ascending.
+      excesses: the mean excess of each batch, see `excess`; 0 for the first batch.
+      tolerance: the largest allowed excess, at least 0.
 
     Raises:
-      ValueError: batches that are no ascending whole numbers, a first excess beyond the tolerance,
-        or a negative tolerance.
+      ValueError: an argument is invalid, or the excess of the first batch exceeds the tolerance.
     """
     check_range("tolerance", tolerance)
     for batch in batches:
-        check_whole("a batch", batch, lowest=1)
+        check_whole("batch", batch, lowest=1)
     if not batches or any(a >= b for a, b in itertools.pairwise(batches)):
-        raise ValueError(f"batches must ascend, not {list(batches)}")
+        raise ValueError(f"batches={list(batches)} must be a list of strictly increasing sizes")
     points = list(zip(batches, excesses, strict=True))
     if not points[0][1] <= tolerance:
-        raise ValueError(f"the first excess must be within the tolerance, not {points[0][1]}")
+        raise ValueError(f"excesses[0]={points[0][1]} must be at most the tolerance, {tolerance}")
     for (low, before), (high, after) in itertools.pairwise(points):
         if after <= tolerance:
             continue
-        # The part of the way to an infinite excess is 0.
-        part = (tolerance - before) / (after - before) if math.isfinite(after) else 0.0
-        return Critical(low, low * (high / low) ** part, True)
+        # If the larger batch diverged, there is nothing to interpolate: use the smaller batch.
+        fraction = (tolerance - before) / (after - before) if math.isfinite(after) else 0.0
+        return Critical(low, low * (high / low) ** fraction, True)
     return Critical(batches[-1], float(batches[-1]), False)

@@ -1,169 +1,169 @@
-"""The path of batches: the batch size of every update of a run, and the examples before it."""
+"""The path of a run: the batch size of every update, and the number of examples before it."""
 
 import bisect
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from lamb_tpu.batching.rules import Rule
 
 
+@dataclasses.dataclass(frozen=True)
 class Path:
-    """Batch sizes over a run: those decided so far, of which the last stays until the end.
+    """Batch sizes of all updates of a run, as far as they have been decided.
 
-    The run ends with the update that reaches its examples, whose batch is cut to what is left. So
-    the batch of every update has an answer at any time, and a further decision changes only those
-    behind it. Updates are counted from 0: update t follows t completed ones.
+    The last batch size that was decided is used until the end of the run. The run ends with the
+    update that reaches its number of examples, and the batch of this update is cut to the remaining
+    examples. So at any time every update has a batch size, and another decision changes only later
+    updates. Updates are counted from 0: update t follows t completed updates.
 
-    >>> path = Path(32, total=288)
+    A segment is a range of updates with the same batch size.
+
+    >>> path = Path.from_segments([(0, 32)], total=288)
     >>> path.updates
     9
-    >>> path.change(4, 64)
+    >>> path = path.change(4, 64)
     >>> path.batches().tolist(), [path.examples(step) for step in (0, 4, 5, 7)]
     ([32, 32, 32, 32, 64, 64, 32], [0, 128, 192, 288])
-
-    Args:
-      batch: the first batch size, in examples.
-      total: examples of the run.
-
-    Attributes:
-      total: examples of the run.
-      decisions: a number that rises with every change.
     """
 
-    def __init__(self, batch: int, total: int) -> None:
-        self.total, self.decisions = total, 0
-        # First update, batch size and examples before it of each piece of updates of one size.
-        self._firsts, self._sizes, self._before = [0], [batch], [0]
+    total: int  # the number of examples of the run
+    firsts: tuple[int, ...]  # the first update of each segment, ascending from 0
+    sizes: tuple[int, ...]  # the batch size of each segment, in examples
+    before: tuple[int, ...]  # the number of examples before each segment
+
+    @classmethod
+    def from_segments(cls, segments: Iterable[Sequence[int]], total: int) -> "Path":
+        """Returns the path with segments (first update, batch size), like those from `until`."""
+        firsts, sizes, before = list[int](), list[int](), list[int]()
+        for first, size in segments:
+            if sizes and size == sizes[-1]:
+                continue
+            before.append(before[-1] + (first - firsts[-1]) * sizes[-1] if sizes else 0)
+            firsts.append(first)
+            sizes.append(size)
+        return cls(total, tuple(firsts), tuple(sizes), tuple(before))
 
     @property
     def updates(self) -> int:
-        """Number of updates of the run, if the last batch stays."""
-        return self._firsts[-1] - (self._before[-1] - self.total) // self._sizes[-1]
+        """The number of updates of the run, if no further decision changes the batch size."""
+        return self.firsts[-1] - (self.before[-1] - self.total) // self.sizes[-1]
 
     @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """Pairs (first update, batch size), ascending, with the cut batch at the end."""
-        found, last = list(zip(self._firsts, self._sizes)), self.updates - 1
-        if (cut := self.batch(last)) != found[-1][1]:
-            found = [piece for piece in found if piece[0] < last]
-            if not found or found[-1][1] != cut:
-                found.append((last, cut))
-        return found
+    def segments(self) -> list[tuple[int, int]]:
+        """Pairs (first update, batch size), ascending; a cut last batch is a separate segment."""
+        segments, last = list(zip(self.firsts, self.sizes)), self.updates - 1
+        if (cut := self.batch(last)) != segments[-1][1]:
+            segments = [segment for segment in segments if segment[0] < last]
+            if not segments or segments[-1][1] != cut:
+                segments.append((last, cut))
+        return segments
 
     @property
     def smallest(self) -> int:
         """The smallest batch size."""
-        return min(batch for _, batch in self.pieces)
+        return min(batch for _, batch in self.segments)
 
     @property
     def largest(self) -> int:
         """The largest batch size."""
-        return max(batch for _, batch in self.pieces)
+        return max(batch for _, batch in self.segments)
 
     def batch(self, step: int) -> int:
-        """Returns the batch size of the update after `step` completed ones; 0 behind the last."""
-        return min(self._sizes[self._piece(step)], self.total - self.examples(step))
+        """Returns the batch size of update `step`, or 0 after the last update."""
+        return min(self.sizes[self._segment(step)], self.total - self.examples(step))
 
     def examples(self, step: int) -> int:
-        """Returns the examples of `step` completed updates."""
-        piece = self._piece(step)
-        whole = self._before[piece] + (step - self._firsts[piece]) * self._sizes[piece]
-        return min(whole, self.total)
+        """Returns the number of examples in the first `step` updates."""
+        segment = self._segment(step)
+        uncut = self.before[segment] + (step - self.firsts[segment]) * self.sizes[segment]
+        return min(uncut, self.total)
 
     def batches(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the batch size of the updates `start` to `stop`, by default all, as int64."""
+        """Returns the batch sizes of updates `start` to `stop` - 1, by default of all, as int64."""
         stop = self.updates if stop is None else min(stop, self.updates)
-        pieces = slice(self._piece(start), self._piece(stop - 1) + 1)
-        found = np.repeat(
-            np.array(self._sizes[pieces], np.int64),
-            np.diff([start, *self._firsts[pieces][1:], stop]),
+        segments = slice(self._segment(start), self._segment(stop - 1) + 1)
+        sizes = np.repeat(
+            np.array(self.sizes[segments], np.int64),
+            np.diff([start, *self.firsts[segments][1:], stop]),
         )
-        found[-1] = self.batch(stop - 1)
-        return found
+        sizes[-1] = self.batch(stop - 1)
+        return sizes
 
-    def change(self, step: int, batch: int) -> None:
-        """Sets the batch size of the updates after `step` completed ones.
+    def change(self, step: int, batch: int) -> "Path":
+        """Returns the path in which the updates after the first `step` have another batch size.
 
         Raises:
-          ValueError: there was a decision for a later update, or the run ends before it.
+          ValueError: the batch size of a later update has already been decided, or the run ends
+            before update `step`.
         """
         before = self.examples(step)
-        if step < self._firsts[-1] or before >= self.total:
+        if step < self.firsts[-1] or before >= self.total:
             raise ValueError(
-                f"the batch of update {step} is decided, or the run of {self.total} examples ends "
-                "before it"
+                f"the batch size of update {step} has already been decided, or the run of {self.total} "
+                "examples ends before this update"
             )
-        if batch == self._sizes[-1]:
-            return
-        if step == self._firsts[-1]:  # before the first update
-            self._sizes[-1] = batch
-        else:
-            self._firsts.append(step)
-            self._sizes.append(batch)
-            self._before.append(before)
-        self.decisions += 1
+        if batch == self.sizes[-1]:
+            return self
+        if step == self.firsts[-1]:
+            return dataclasses.replace(self, sizes=(*self.sizes[:-1], batch))
+        return Path(self.total, (*self.firsts, step), (*self.sizes, batch), (*self.before, before))
 
     def until(self, step: int) -> list[list[int]]:
-        """Returns the pieces decided after `step` updates, as JSON values for `restore`."""
-        return [[first, batch] for first, batch in self.pieces if first <= step]
-
-    def restore(self, pieces: Sequence[Sequence[int]]) -> None:
-        """Continues from what `until` returned."""
-        self._firsts, self._sizes, self._before = [0], [pieces[0][1]], [0]
-        self.decisions += 1
-        for first, batch in pieces[1:]:
-            self.change(first, batch)
+        """Returns the segments that begin at update `step` or before, as JSON values."""
+        return [[first, batch] for first, batch in self.segments if first <= step]
 
     def changes(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (update, examples before it, batch size) where a piece begins."""
-        for first, batch in self.pieces:
+        """Yields (first update, number of examples before it, batch size) of each segment."""
+        for first, batch in self.segments:
             yield first, self.examples(first), batch
 
-    def _piece(self, step: int) -> int:
-        return bisect.bisect_right(self._firsts, step) - 1
+    def _segment(self, step: int) -> int:
+        return bisect.bisect_right(self.firsts, step) - 1
 
 
 def follow(rule: Rule, batch: int, total: int, most: int) -> Path:
     """Returns the path of a rule that needs no statistics.
 
     >>> from lamb_tpu.batching.rules import Ramp
-    >>> follow(Ramp(quantum=8, points=((0, 8), (16, 24))), 16, total=56, most=100).pieces
+    >>> follow(Ramp(granularity=8, points=((0, 8), (16, 24))), 16, total=56, most=100).segments
     [(0, 8), (2, 24), (3, 16)]
 
     Args:
-      rule: decides before the first update, and after those at which it is due.
-      batch: the batch size before the first decision.
-      total: examples of the run, a whole number of quanta.
-      most: the largest number of updates.
+      rule: a rule with empty `needs`. It decides before each update for which it is due.
+      batch: the batch size before the first decision, in examples.
+      total: the number of examples of the run, a multiple of the batch granularity.
+      most: the largest allowed number of updates.
 
     Raises:
-      ValueError: the run would have more updates, or the rule needs statistics.
+      ValueError: the run would have more than `most` updates, or the rule returns an invalid batch.
     """
-    path, step = Path(batch, total), 0
-    while (examples := path.examples(step)) < total:
+    segments, examples, step = list[tuple[int, int]](), 0, 0
+    while examples < total:
         if step == most:
             raise ValueError(f"the run would have more than {most:,} updates")
         if rule.due(step):
-            path.change(step, rule.next_batch(path.batch(step), {}, examples))
+            batch = rule.decide(min(batch, total - examples), {}, examples)
+        if not segments or batch != segments[-1][1]:
+            segments.append((step, batch))
+        examples += batch
         step += 1
-    return path
+    return Path.from_segments(segments, total)
 
 
 def describe(path: Path, listed: int = 6) -> str:
-    """Returns the path as text, its first `listed` pieces and the last one.
+    """Describes a path in one line, with its first `listed` segments and its last segment.
 
-    >>> path = Path(32, total=256)
-    >>> path.change(4, 64)
-    >>> describe(path)
+    >>> describe(Path.from_segments([(0, 32), (4, 64)], total=256))
     '32, 64 from update 4 (128 examples)'
     """
-    pieces = list(path.changes())
-    parts = [
+    segments = list(path.changes())
+    texts = [
         f"{batch:,}" + (f" from update {first:,} ({before:,} examples)" if first else "")
-        for first, before, batch in pieces
+        for first, before, batch in segments
     ]
-    if len(parts) > listed + 1:
-        skipped = len(parts) - listed - 1
-        parts = [*parts[:listed], f"{skipped:,} more changes", parts[-1]]
-    return ", ".join(parts)
+    if len(texts) > listed + 1:
+        skipped = len(texts) - listed - 1
+        texts = [*texts[:listed], f"{skipped:,} more changes", texts[-1]]
+    return ", ".join(texts)

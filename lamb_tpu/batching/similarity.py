@@ -1,8 +1,8 @@
-"""The cosine of two half gradients: of the whole network, and of each of its modules.
+"""The cosine of the gradients of two halves of a batch, for the network and for each module.
 
-SimiGrad takes one half of a batch from the devices of even number and the other from those of odd
-number; on one device the even and the odd microbatches serve. Both halves are mean gradients, of
-as many examples each.
+In SimiGrad, one half is the rows of the devices with even index, and the other half is the rows of
+the devices with odd index. On one device the halves are the even and the odd microbatches. Both
+gradients are means over the same number of examples.
 
 References:
   Qin et al., SimiGrad: Fine-Grained Adaptive Batching for Large Scale Training using Gradient
@@ -25,7 +25,7 @@ SIMILARITY = "similarity"
 def similarity(
     even: Any, odd: Any, modules: Mapping[str, str] | None = None, axis_name: AxisName = None
 ) -> dict[str, jax.Array]:
-    """Returns the cosine of two half gradients, and that of each module.
+    """Returns the cosine of the gradients of two halves, for the network and for each module.
 
     >>> even = {'body': jnp.array([1., 0.]), 'head': jnp.array([3., 0.])}
     >>> odd = {'body': jnp.array([0., 1.]), 'head': jnp.array([3., 0.])}
@@ -35,24 +35,21 @@ def similarity(
 
     Args:
       even: the mean gradient of one half of the batch.
-      odd: that of the other half.
-      modules: a regular expression over '/'-joined paths for each name; the first that matches a
-        leaf decides, and every leaf needs one. None for the whole network only.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
+      odd: the mean gradient of the other half.
+      modules: {name: regular expression over '/'-joined paths}. A leaf belongs to the first module
+        that matches its path, and every leaf must match one. None for the entire network only.
+      axis_name: see `lamb_tpu.optim`.
 
     Returns:
-      Scalars in [-1, 1], float32: `similarity`, and `similarity/<name>` for each module. 0 where a
-      half is all 0.
+      float32 scalars in [-1, 1]: `similarity`, and `similarity/<name>` for each module. If a
+      gradient is all 0, the cosine is 0.
 
     Raises:
-      ValueError: halves of two structures; modules that do not fit.
+      ValueError: the gradients differ in structure, or a module is invalid.
     """
     patterns = groups.ONE if modules is None else tuple(modules.values())
     sums = groups.products(even, odd, patterns, axis_name)
-    whole = groups.cosine(jax.tree.map(jnp.sum, sums))
-    parts = groups.cosine(sums)
-    names = () if modules is None else tuple(modules)
-    return {SIMILARITY: whole} | {
-        f"{SIMILARITY}/{name}": parts[index] for index, name in enumerate(names)
-    }
+    total = groups.cosine(jax.tree.map(jnp.sum, sums))
+    by_module = groups.cosine(sums)
+    names = [f"{SIMILARITY}/{name}" for name in modules or ()]
+    return {SIMILARITY: total} | {name: by_module[index] for index, name in enumerate(names)}

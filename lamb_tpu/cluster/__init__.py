@@ -1,1 +1,1 @@
-"""Several processes as one run, and the signals that end a run."""
+"""Runs of several processes, and the signals that end a run."""

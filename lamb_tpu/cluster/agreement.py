@@ -1,8 +1,8 @@
-"""Comparison of what the processes of a run were started with, before they compute together.
+"""Checks that all processes of a run were started with the same settings.
 
-Processes with other settings would train one model by several configs, or wait for each other
-forever. They compare short digests through JAX' coordination service, which needs no device and no
-compiled program. Only if digests differ are the values themselves sent.
+Processes with different settings would train one model with several configs, or wait for each other
+forever. So all processes compare short digests of their settings through JAX's coordination service,
+which needs no device and no compiled program, and send the settings only if the digests differ.
 """
 
 import hashlib
@@ -15,48 +15,35 @@ from typing import NamedTuple
 import jax
 
 from lamb_tpu.cluster import distributed
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed
 
-# Of one request to the service; between two of them Ctrl-C is noticed.
+# Limit of one request to the service; Ctrl-C is handled between two requests.
 _REQUEST_SECONDS = 10
 _LISTED = 4  # processes in a message
 _VALUES = 3  # different values in a message
 _LENGTH = 100  # characters of a value in a message
-# Each comparison has keys of its own, because a key of the service is set once.
+# Each comparison uses new keys, because a key of the service can be set only once.
 _numbers = itertools.count()
 
 
 class Group(NamedTuple):
-    """Processes with equal values.
-
-    Attributes:
-      processes: number and host of each, by number.
-      values: text by key, in the order in which keys are compared.
-    """
+    """Processes with equal values: their sorted (index, host) pairs, and the values by key."""
 
     processes: tuple[tuple[int, str], ...]
     values: Mapping[str, str]
 
 
 def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
-    """Raises in every process if the processes have different values; all must call it.
+    """Raises a UserError in every process if `values` differ; all processes must call it.
 
-    A process waits here for the slowest. If one ends instead, JAX ends the others.
-
-    Args:
-      values: text by key, such as {'config.seed': '0'}; the message names the first key that
-        differs.
-      remedy: returns the last part of the message for a key, such as 'start all processes with the
-        same command'.
-
-    Raises:
-      UserError: the values differ.
+    Waits for the slowest process. If a process ends instead, JAX ends the others. The message names
+    the first key that differs, such as 'config.seed', and `remedy` of this key.
     """
     index, count = distributed.index_and_count()
     if count == 1:
         return
     prefix, text = f"lamb_tpu/agreement/{next(_numbers)}", json.dumps(values)
-    # The order of the keys is for messages alone.
+    # Sort the keys: their order matters only for messages.
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     mine = json.dumps([digest, socket.gethostname()])
     client = distributed.client()
@@ -74,7 +61,7 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
         verdict = "" if len(members) == 1 else "differ"
         client.key_value_set(f"{prefix}/verdict", verdict)
         if verdict:
-            # One process of each group speaks for it, and a message has few groups.
+            # Read the values from one process of each of the first eight groups.
             groups = [
                 Group(tuple(them), json.loads(_get(f"{prefix}/values/{them[0][0]}")))
                 if them[0][0]
@@ -84,46 +71,42 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
             verdict = sentence(groups, remedy)
             client.key_value_set(f"{prefix}/sentence", verdict)
     if verdict:
-        raise distributed.of_all(UserError(verdict))
+        key, _, problem = verdict.partition(" ")
+        raise distributed.of_all(UserError(key, ..., *problem.rsplit("; ", 1)))
 
 
 def sentence(groups: Sequence[Group], remedy: Callable[[str], str]) -> str:
-    """Returns a sentence about the first key in which groups of processes differ.
-
-    Args:
-      groups: the groups, with that of process 0 first; two of them differ.
-      remedy: see `compare`.
-    """
+    """Returns a message about the first key in which groups differ; process 0 is in the first group."""
     keys = dict.fromkeys(key for group in groups for key in group.values)
     different = [key for key in keys if len({group.values.get(key) for group in groups}) > 1]
     key, *others = different
-    found: dict[str, list[tuple[int, str]]] = {}
+    processes_of: dict[str, list[tuple[int, str]]] = {}
     for group in groups:
         value = group.values.get(key)
         text = "missing" if value is None else _short(value)
-        found.setdefault(text, []).extend(group.processes)
-    # The fewest first: most likely it is they that are wrong.
-    order = sorted(found, key=lambda value: (len(found[value]), -found[value][0][0]))
-    parts = [f"{value} on {_processes(sorted(found[value]))}" for value in order[:_VALUES]]
+        processes_of.setdefault(text, []).extend(group.processes)
+    # The smallest group first, because its value is most likely the wrong one.
+    order = sorted(
+        processes_of, key=lambda value: (len(processes_of[value]), -processes_of[value][0][0])
+    )
+    parts = [f"{value} on {_processes(sorted(processes_of[value]))}" for value in order[:_VALUES]]
     if len(order) > _VALUES:
-        parts.append(f"other values on {sum(len(found[value]) for value in order[_VALUES:])} more")
+        parts.append(
+            f"other values on {sum(len(processes_of[value]) for value in order[_VALUES:])} more"
+        )
     more = ""
     if others:
-        listed = ", ".join(others[:_LISTED])
-        listed += f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-        more = f"; {listed} {'differ' if len(others) > 1 else 'differs'} too"
-    return f"{key} is {_join(parts)}{more}; {remedy(key)}"
+        names = ", ".join(others[:_LISTED])
+        names += f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        more = f"; {names} {'differ' if len(others) > 1 else 'differs'} too"
+    return f"{key} is {listed(parts, 'and')}{more}; {remedy(key)}"
 
 
 def _processes(members: Sequence[tuple[int, str]]) -> str:
-    listed = [f"{number} (host {host})" for number, host in members[:_LISTED]]
+    hosts = [f"{number} (host {host})" for number, host in members[:_LISTED]]
     if len(members) > _LISTED:
-        listed.append(f"{len(members) - _LISTED} more")
-    return f"process{'es' if len(members) > 1 else ''} {_join(listed)}"
-
-
-def _join(parts: Sequence[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+        hosts.append(f"{len(members) - _LISTED} more")
+    return f"process{'es' if len(members) > 1 else ''} {listed(hosts, 'and')}"
 
 
 def _short(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Several devices of one CPU, to try out what a program does on many."""
+"""Simulated devices on a CPU, to try out programs for many devices."""
 
 import os
 
@@ -7,38 +7,30 @@ from absl import flags
 
 from lamb_tpu.errors import UserError
 
-# The runtime starts as many threads as NPROC says. With fewer threads than the programs that are
-# under way on all devices, the all-reduce of a step can wait for ever.
+# The runtime starts NPROC threads. With fewer threads than programs in progress on all devices, an
+# all-reduce can wait forever.
 _THREADS = 32
 _FORCED = "xla_force_host_platform_device_count"
 
 
 def make_from_flags() -> None:
-    """Makes the devices that --cpu_devices asks for; call before anything asks JAX for a device.
-
-    Without the flag the CPU is one device, or as many as JAX_NUM_CPU_DEVICES says.
-    """
+    """Simulates --cpu-devices devices, by default JAX_NUM_CPU_DEVICES or 1; see `make`."""
     if flags.FLAGS.cpu_devices is not None:
         make(flags.FLAGS.cpu_devices)
 
 
 def ensure(count: int) -> None:
-    """Makes `count` devices of the CPU, unless an earlier call has; see `make`."""
+    """Simulates `count` devices, unless an earlier call did; see `make`."""
     if count != jax.config.jax_num_cpu_devices:  # type: ignore[attr-defined]
         make(count)
 
 
 def make(count: int) -> None:
-    """Makes `count` devices of the CPU; call before anything asks JAX for a device.
-
-    Raises:
-      UserError: XLA_FLAGS has a number too.
-    """
+    """Simulates `count` devices on the CPU; call before anything uses JAX's devices."""
     given = os.environ.get("XLA_FLAGS", "")
     if _FORCED in given:
-        raise UserError(
-            f"--cpu_devices is {count}, and XLA_FLAGS={given!r} has a number too; leave one out"
-        )
+        problem = f"conflicts with XLA_FLAGS={given!r}, which also sets the number of devices"
+        raise UserError("--cpu-devices", count, problem, "leave out one of the two")
     if count > 1:
         os.environ.setdefault("NPROC", str(max(_THREADS, 4 * count)))
     jax.config.update("jax_num_cpu_devices", count)

@@ -1,14 +1,19 @@
-"""Several processes as one run: joining them, and ending a process that fails or hangs.
+"""Runs of several processes: joining them, and ending a process that fails or hangs.
 
-JAX' coordination service ends a process with SIGABRT if it cannot join the others. A process that
-fails waits for the others, which wait for it in a collective operation. So failures are detected or
-ended here first, with one sentence each.
+JAX's coordination service ends a process with SIGABRT if it cannot join the others. A process that
+fails waits at exit for the others, which wait for it in a collective operation. This module detects
+such failures earlier, and ends the processes with a message.
 """
 
+import _thread
+import atexit
 import contextlib
+import ctypes
+import itertools
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,32 +29,41 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.cluster import signals
+from lamb_tpu.errors import UserError, listed, out_of_range, reason
 
-# Time for hosts that do not start together; JAX' own default.
+# Time within which all hosts must start; JAX's default.
 INITIALIZATION_SECONDS = 300
-# Time within which a dead, stopped or unreachable process is noticed and all others end; JAX'
+# Time after which a dead, stopped or unreachable process is detected and all others end; JAX's
 # default is 100 s.
 HEARTBEAT_SECONDS = 60
-# The largest time between the ends of two processes: the first waits for the last.
+# Time that the first process to end waits for the last.
 SHUTDOWN_SECONDS = 120
-# JAX must give up later than this module, because its message does not help.
+# JAX must give up later than this module, because JAX's message does not help.
 _MARGIN_SECONDS = 60
-_SENTENCE_BYTES = 2048  # length of an error that is sent to the other processes
-# Time for the last lines of a process that leaves.
+_SENTENCE_BYTES = 2048  # length of an error sent to the other processes
+# Time that `leave` gives `relay` to write the last output.
 _RELAY_SECONDS = 5
 _relay: subprocess.Popen | None = None
-# Time that processes wait for each other when all end with the same error, so that all print it.
+# Time that processes wait for each other if all end with the same error, so that all print it.
 _LEAVING_SECONDS = 10
 _leaves_with_all = False
+# Keys of the coordination service for a process that was asked to end: JAX sets the first on
+# SIGTERM, and `announce_end` the second.
+_NOTICES = ("RECEIVED_PREEMPTION_NOTICE", "lamb_tpu/ends")
+_NOTICE_SECONDS = 1.0
+_ENDING_SECONDS = 2.0  # time that the thread of `follow_notices` has to end
+_MEETING_SECONDS = 7 * 24 * 3600  # more than any compilation takes
+_meetings = itertools.count()
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with the flags of `cli.define_process_flags`; stderr then goes to `relay`."""
+    """Calls `initialize` with the process flags; in a run of several processes, filters stderr."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
         relay_stderr()
+        follow_notices()
 
 
 def initialize(
@@ -60,38 +74,37 @@ def initialize(
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
     shutdown_seconds: int = SHUTDOWN_SECONDS,
 ) -> None:
-    """Joins the processes of this run; call before anything asks JAX for a device.
+    """Joins the processes of this run; call before anything uses JAX's devices.
 
     Missing values come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then
-    from JAX' own detection: a TPU VM's metadata, SLURM, Open MPI. If nothing is found, or the run
-    has only one process, nothing is changed.
+    from JAX's detection of clusters: a TPU VM's metadata, SLURM, Open MPI. Has no effect if no
+    cluster is detected, or if the run has only one process.
 
-    Afterwards SIGTERM no longer ends the process. JAX treats it as the notice of a preemption,
-    which `jax.experimental.multihost_utils.reached_preemption_sync_point` reports.
+    Afterwards SIGTERM no longer ends the process. JAX treats it as a preemption notice, which
+    `jax.experimental.multihost_utils.reached_preemption_sync_point` reports.
 
     Args:
       coordinator_address: HOST:PORT at which process 0 listens.
       num_processes: number of processes of the run, at least 1.
       process_id: id of this process, 0 to `num_processes - 1`.
       initialization_seconds: time to wait for all processes.
-      heartbeat_seconds: time after which a silent process ends the others.
+      heartbeat_seconds: time without a heartbeat from a process, after which all others end.
       shutdown_seconds: time that the first process to end waits for the last.
 
     Raises:
       UserError: a value is missing or out of range, process 0 cannot listen, or this process
-        cannot reach it. If other processes do not arrive, this process ends with such a sentence
-        and status 2.
+        cannot reach it. If other processes do not arrive, this process ends with a message and
+        status 2.
     """
     if jax.distributed.is_initialized():
         return
-    # All waiting below shares one limit.
+    # All waits below share one time limit.
     began = time.monotonic()
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    # JAX reads Open MPI's variables too, but JAX 0.10 does not from Open MPI 5 on.
+    # JAX also reads Open MPI's variables, but JAX 0.10 does not read those of Open MPI 5.
     count = _first(num_processes, "JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE")
     index = _first(process_id, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK")
-    # A run of one process stays as it is. With an index other than 0 it is a mistake, which
-    # `_check` refuses.
+    # A run of one process joins nothing. `_check` rejects one process with an index other than 0.
     if count == 1 and not index:
         return
     complete = None not in (address, count, index)
@@ -104,12 +117,13 @@ def initialize(
     def left() -> float:
         return max(0.0, began + initialization_seconds - time.monotonic())
 
-    # Both failures are found before JAX is called, which would wait or abort.
+    _leave_when_aborted()
+    # Check before JAX is called, because it would wait or abort.
     if index == 0:
         _check_port(address)
     else:
         _wait_for_port(address, f"process {index} of {count}", initialization_seconds, left)
-    # A thread, because the main one waits inside JAX' C++ code.
+    # Use a thread, because the main thread waits inside JAX's C++ code.
     timer = threading.Timer(left(), _give_up, (address, index, count, initialization_seconds))
     timer.daemon = True
     timer.start()
@@ -118,7 +132,7 @@ def initialize(
             address,
             count,
             index,
-            # With all values given, no surrounding cluster may assign devices either.
+            # If all values are given, a surrounding cluster must not assign devices.
             cluster_detection_method="deactivate" if complete else None,
             initialization_timeout=int(left()) + _MARGIN_SECONDS,
             heartbeat_timeout_seconds=heartbeat_seconds,
@@ -128,8 +142,66 @@ def initialize(
         timer.cancel()
 
 
+def _leave_when_aborted() -> None:
+    """Makes JAX's abort after the loss of another process an exit with `signals.LOST_PEER`.
+
+    JAX aborts from a C++ thread, where Python cannot handle the signal. Therefore the handler of
+    SIGABRT is the C library's `_exit`, which uses the signal's number as the status.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library._exit, ctypes.c_void_p))
+
+
+def announce_end() -> None:
+    """Asks the other processes to end with this one, unless they have something to save."""
+    with contextlib.suppress(Exception):  # only one process, or the processes have not met yet
+        client().key_value_set(_NOTICES[1], "1", allow_overwrite=True)
+
+
+def follow_notices() -> threading.Thread:
+    """Starts a thread that calls the handler of SIGTERM once any process was asked to end.
+
+    JAX's handler of SIGTERM only records the signal in the coordination service, which a run polls
+    between updates; the thread is for the time before the first update. The thread ends before the
+    interpreter exits: a thread that is then in JAX's C++ code would abort the process.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_follow, args=(over,), name="notices", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(_ENDING_SECONDS)
+
+    atexit.register(end)
+    return thread
+
+
+def _follow(over: threading.Event) -> None:
+    while not over.wait(_NOTICE_SECONDS) and not signals.ending.is_set():
+        if signals.saving.is_set():
+            continue
+        service = client()
+        if service is None:  # JAX has left the service: the program is ending
+            return
+        for key in _NOTICES:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key is not set
+                service.key_value_try_get(key)
+                # A second signal would end the process without a message.
+                if not signals.saving.is_set() and not signals.received.is_set():
+                    _thread.interrupt_main(signal.SIGTERM)
+                return
+
+
+def meet() -> None:
+    """Waits until all processes of the run have called this function equally often."""
+    client().wait_at_barrier(f"lamb_tpu/meeting/{next(_meetings)}", _MEETING_SECONDS * 1000)
+
+
 def _first(value: int | None, *variables: str) -> int | None:
-    """Returns the value, or else that of the first environment variable that is set."""
+    """Returns the value; if it is None, the first environment variable that is set."""
     if value is not None:
         return value
     for name in variables:
@@ -137,53 +209,52 @@ def _first(value: int | None, *variables: str) -> int | None:
             try:
                 return int(os.environ[name])
             except ValueError:
-                raise UserError(
-                    f"{name} is {os.environ[name]!r} in the environment; it must be a whole number"
-                ) from None
+                problem = "in the environment is not a whole number"
+                raise UserError(name, os.environ[name], problem, "correct or unset it") from None
     return None
 
 
 def _detect(
     address: str | None, count: int | None, index: int | None, seconds: int
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the values, with missing ones filled in by JAX' cluster detection."""
+    """Fills in missing values by JAX's cluster detection."""
     # JAX has no public function that detects a cluster without joining it.
     from jax._src.clusters import ClusterEnv
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in a Kubernetes pod without Kubernetes' package
+        warnings.simplefilter("ignore")  # from a Kubernetes pod without the kubernetes package
         try:
             address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
                 address, count, index, [], None, seconds
             )
-        except Exception as error:  # an HTTP request, another program's variables
+        except Exception as error:  # from an HTTP request, or another program's variables
+            cause = reason(error)[:200]
             raise UserError(
-                f"JAX finds a cluster but not the run's place in it ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}); give --coordinator_address, "
-                "--num_processes and --process_id, or --num_processes=1 for a run of one process"
+                "JAX",
+                ...,
+                f"finds a cluster but not this process in it ({type(error).__name__}: {cause})",
+                "give --coordinator-address, --num-processes and --process-id, or --num-processes=1",
             ) from error
     return address, count, index
 
 
 def _check(address: str | None, count: int | None, index: int | None) -> tuple[str, int, int]:
-    """Returns the three values; refuses missing and wrong ones."""
+    """Returns the three values; rejects missing and wrong ones."""
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if count is not None and count < 1:
-        raise UserError(f"num_processes is {count}; it must be at least 1")
-    missing = [f"--{name}" for name, value in values.items() if value is None]
+        raise out_of_range("--num-processes", count, "at least 1")
+    missing = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]
     if address is None or count is None or index is None:
         known = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-        raise UserError(
-            f"this is one process of several ({known}), but {' and '.join(missing)} cannot be "
-            "found; give what is missing, or start the run with lamb_tpu.launch, srun or mpirun"
-        )
-    # A process with such an id would wait for a meeting that cannot take place.
+        problem = f"lacks {listed(missing, 'and')}"
+        remedy = "give these flags, or start the run with lamb_tpu.launch, srun or mpirun"
+        raise UserError(f"one process of several ({known})", ..., problem, remedy)
+    # A process with an id out of range would wait in vain.
     if not 0 <= index < count:
-        raise UserError(
-            f"process_id is {index} and num_processes {count}; ids must lie in 0..{count - 1}"
-        )
+        valid = f"at least 0 and less than --num-processes={count}"
+        raise out_of_range("--process-id", index, valid)
     if not re.fullmatch(r".+:\d+", address) or not 0 < _split(address)[1] < 2**16:
-        raise UserError(f"coordinator_address is {address!r}; it must be HOST:PORT")
+        raise UserError("--coordinator-address", address, "is not an address", "use HOST:PORT")
     return address, count, index
 
 
@@ -194,7 +265,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _check_port(address: str) -> None:
-    """Refuses a port on which another program listens: gRPC would share it, even between runs."""
+    """Rejects a port on which another program listens: gRPC would share it, even between runs."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run may have just ended
@@ -202,9 +273,10 @@ def _check_port(address: str) -> None:
             probe.bind(("", _split(address)[1]))
         except OSError as error:
             raise UserError(
-                f"process 0 cannot listen at {address} ({error.strerror}); end the program that "
-                "holds the port, perhaps an earlier run, or give another --coordinator_address to "
-                "all processes"
+                "process 0",
+                ...,
+                f"cannot listen at {address} ({error.strerror})",
+                "end the program that uses the port, or give all processes another --coordinator-address",
             ) from None
 
 
@@ -212,28 +284,28 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
     """Waits until process 0 listens."""
     while True:
         try:
-            # A host that drops packets answers nothing; each attempt has seconds, not the whole
-            # limit.
+            # Limit each attempt to 5 seconds, because a host that drops packets never answers.
             socket.create_connection(_split(address), timeout=max(1.0, min(5.0, left()))).close()
             return
         except OSError as error:
             if not left():
                 raise UserError(
-                    f"{who} could not reach process 0 at {address} in {seconds} s "
-                    f"({error.strerror or error}); check whether process 0 runs, whether the "
-                    "address is the one it was given, and whether a firewall lies between"
+                    who,
+                    ...,
+                    f"could not reach process 0 at {address} in {seconds} s ({reason(error)})",
+                    "check that process 0 runs, that the address is right, and that no firewall blocks it",
                 ) from None
         time.sleep(0.2)
 
 
 def _give_up(address: str, index: int, count: int, seconds: int) -> None:
-    """Ends the process with a sentence while its main thread waits in JAX, which would abort."""
+    """Ends the process with a message while its main thread waits in JAX, which would abort."""
     proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
     print(
         f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "
-        f"{address}; check which of them do not run, that each has its own --process_id and all "
-        f"the same --num_processes"
-        + (f", and that {proxies[0]} is not set or no_proxy has the host" if proxies else ""),
+        f"{address}; check that all processes are running, that each has a different --process-id, "
+        f"and that all have the same --num-processes"
+        + (f"; unset {proxies[0]}, or add the host to no_proxy" if proxies else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -241,28 +313,29 @@ def _give_up(address: str, index: int, count: int, seconds: int) -> None:
 
 
 def agree(error: UserError | None) -> None:
-    """Raises in every process of the run when one of them has an error; all must call it.
+    """Raises an error in every process of the run if any process has one; all processes must call it.
 
-    Raises:
-      UserError: this process' own error, or that of the first process that has one.
+    Raises the error of this process, or else that of the first process that has one.
     """
     if jax.process_count() > 1:
-        # First whether there is an error at all, which is nearly always all that is sent.
+        # First send only whether there is an error; usually there is none.
         failed = multihost_utils.process_allgather(np.bool_(error is not None))
         if failed.any():
-            # The same shape in every process, as a gather needs: bytes, padded with zeros.
+            # Pad the bytes with zeros: a gather needs the same shape in every process.
             text = np.zeros(_SENTENCE_BYTES, np.uint8)
-            own = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
-            text[: len(own)] = own
+            encoded = np.frombuffer(str(error or "").encode()[:_SENTENCE_BYTES], np.uint8)
+            text[: len(encoded)] = encoded
             first = int(np.argmax(failed))
-            told = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
-            raise of_all(error or UserError(f"process {first}: {told.decode(errors='replace')}"))
+            sent = multihost_utils.process_allgather(text)[first].tobytes().rstrip(b"\0")
+            raise of_all(
+                error or UserError(f"process {first}", ..., f": {sent.decode(errors='replace')}")
+            )
     if error is not None:
         raise error
 
 
 def of_all(error: UserError) -> UserError:
-    """Returns an error that every process raises now, so that `leave` lets them end together."""
+    """Marks an error that every process raises now, so that `leave` lets them end together."""
     global _leaves_with_all
     _leaves_with_all = True
     return error
@@ -270,76 +343,73 @@ def of_all(error: UserError) -> UserError:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises a UserError of the block in every process; all processes must enter the block."""
+    """Raises a UserError from the block in every process; all processes must enter the block."""
     failure: UserError | None = None
     try:
         yield
     except UserError as error:
         failure = error
-    # Not in the `except` block: processes without an error have to take part too.
+    # Not in the `except` block: processes without an error must take part.
     agree(failure)
 
 
 def relay_stderr() -> None:
-    """Sends stderr through `relay`, which shortens JAX' pages about a lost process."""
+    """Sends stderr through `relay`, which shortens JAX's logs about a lost process."""
     global _relay
     reading, writing = os.pipe()
     _relay = subprocess.Popen(
-        # Isolated and without site-packages, so that it starts fast.
+        # Isolated and without site-packages, to start fast.
         [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
         stdin=reading,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a signal to the process must not end the relay too early
     )
-    # Descriptor 2 itself, because C++ code writes there and knows no sys.stderr. When this process
-    # ends, the relay reads the end of its pipe.
+    # Replace descriptor 2, because C++ code writes to it and not to sys.stderr. When this process
+    # ends, the relay reaches the end of its pipe.
     os.close(reading)
     sys.stderr.flush()
     os.dup2(writing, 2)
     os.close(writing)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends a process after a failure of its own; one of several processes ends at once.
+def leave(status: int, together: bool = False) -> NoReturn:
+    """Ends this process after a failure; if it is one of several, without exit handlers.
 
-    At an ordinary exit a process would wait `shutdown_seconds` for the others, which wait for it in
-    a collective operation, and then be aborted instead of ending with `status`. `sys.exit` is right
-    if all processes end together, but not after `agree` has raised: threads of a failed save may
-    still wait for each other. In that case all processes wait for each other here, for a short
-    time.
-
-    Args:
-      status: exit status of the process.
+    At an ordinary exit, a process would wait for the others, which wait for it in a collective
+    operation, and would then be aborted instead of ending with `status`. If all processes end for
+    the same reason (`together`), they briefly wait here for each other. They cannot use `sys.exit`
+    either, because threads of a failed save may still wait for each other.
     """
     if not jax.distributed.is_initialized():
         sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if _leaves_with_all:
+    with contextlib.suppress(OSError):  # a closed terminal
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if together or _leaves_with_all:
         with contextlib.suppress(Exception):
             client().wait_at_barrier("lamb_tpu/leave", _LEAVING_SECONDS * 1000)
         if index_and_count()[0] == 0:
             time.sleep(1)  # JAX aborts the others as soon as its service, in this process, ends
     if _relay is not None:
-        # This closes the last end of the pipe for writing, so that the relay comes to its end.
+        # Close the last write end of the pipe, so that the relay ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            _relay.wait(_RELAY_SECONDS)  # messages must be visible before the process ends
-    # No handlers of an ordinary exit: JAX's would wait for the other processes.
+            _relay.wait(_RELAY_SECONDS)  # messages must appear before the process ends
+    # Skip the exit handlers, because JAX's would wait for the other processes.
     os._exit(status)
 
 
 def client() -> Any:
-    """Returns the client of JAX' coordination service, for which JAX has no public function."""
+    """Returns the client of JAX's coordination service, for which JAX has no public function."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def index_and_count() -> tuple[int, int]:
-    """Returns the index of this process and the number of processes, without asking for devices.
+    """Returns the index of this process and the number of processes.
 
-    `jax.process_index` waits until every process has announced its devices.
+    Unlike `jax.process_index`, does not wait until all processes have announced their devices.
     """
     from jax._src import distributed
 
@@ -347,19 +417,11 @@ def index_and_count() -> tuple[int, int]:
 
 
 class Watchdog:
-    """Ends the process when it makes no progress for too long.
+    """Ends the process if `progress` is not called within a limit in seconds; 0: no limit.
 
-    The coordination service notices a process that is dead or stopped. A process that hangs (in a
-    file system, a lock) counts as alive, and the others would wait forever. Use as a context
-    manager:
-
-        with Watchdog(limit_seconds=1800) as watchdog:
-            ...
-            watchdog.progress("update 7")
-
-    Args:
-      limit_seconds: the longest time between two calls of `progress`, which may include compiling,
-        a save, and waiting for the slowest process. 0: no limit.
+    The coordination service detects a process that is dead or stopped. A process that hangs in a
+    file system or a lock counts as alive, and the others would wait forever. The limit includes
+    compiling, saving, and waiting for the slowest process. Use as a context manager.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -367,7 +429,7 @@ class Watchdog:
         self._over = threading.Event()
 
     def progress(self, what: str) -> None:
-        """Resets the time limit; `what` was just completed."""
+        """Restarts the time limit; `what` describes the completed work."""
         self._last = (time.monotonic(), what)
 
     def __enter__(self) -> "Watchdog":
@@ -381,17 +443,17 @@ class Watchdog:
         self._over.set()
 
     def _watch(self) -> None:
-        # Often enough to notice within a quarter of the limit, and at least once a second.
+        # Check after each quarter of the limit, and at least once a second.
         while not self._over.wait(min(1.0, self._limit / 4)):
             when, what = self._last
             if time.monotonic() - when > self._limit:
                 main = threading.main_thread().ident
-                assert main is not None  # it has begun
-                # The stack of the main thread, which cannot print it itself.
+                assert main is not None  # the thread has started
+                # Print the main thread's stack here, because that thread hangs.
                 frame = sys._current_frames()[main]
                 print(
-                    f"error: process {self._process} has come no further in {self._limit:g} s "
-                    f"since {what}; it hangs here, or waits here for a process that hangs:\n"
+                    f"error: process {self._process} has made no progress in {self._limit:g} s "
+                    f"since {what}; it hangs, or waits for another process that hangs, at this line:\n"
                     + "".join(traceback.format_stack(frame)),
                     file=sys.stderr,
                     flush=True,

@@ -1,43 +1,45 @@
-"""Facts of the machine on which this process runs."""
+"""Properties of the machine on which this process runs."""
 
 import os
 import pathlib
 import platform
 import re
 
-# Widest first, as Linux names them. XLA rounds alike with AVX2 and AVX-512, and otherwise without.
+# Names in /proc/cpuinfo, widest vectors first. XLA's results are the same with AVX2 and AVX-512, but
+# differ on older processors.
 _VECTORS = ("avx512f", "avx2", "avx", "sse4_2")
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    # Containers and batch systems often give a process fewer cores than the machine has. macOS does
-    # not tell.
+    """Returns the number of CPU cores that this process may use."""
+    # Containers and batch systems often restrict a process to some cores, which macOS does not report.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Returns the processor's name, family and vector instructions, or the machine's type.
+    """Returns the processor's name, family, model and vector instructions, as far as known.
 
-    An example is 'AMD EPYC (family 25, model 17, avx512f)'. Virtual machines often shorten the
-    name, so the numbers tell the generation. Only Linux on x86 reports them.
+    An example is 'AMD EPYC (family 25, model 17, avx512f)'. The numbers identify the generation; in
+    virtual machines, the name often does not.
     """
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = dict(re.findall(r"^(model name|cpu family|model|flags)\s*: (.*)$", text, re.MULTILINE))
-    if "model name" not in found:
+    cpuinfo = dict(
+        re.findall(r"^(model name|cpu family|model|flags)\s*: (.*)$", text, re.MULTILINE)
+    )
+    if "model name" not in cpuinfo:
         return platform.processor() or platform.machine()
-    flags = found.get("flags", "").split()
+    flags = cpuinfo.get("flags", "").split()
     details = [
         *(
-            f"{name} {found[key]}"
+            f"{name} {cpuinfo[key]}"
             for name, key in (("family", "cpu family"), ("model", "model"))
-            if key in found
+            if key in cpuinfo
         ),
         *[name for name in _VECTORS if name in flags][:1],
     ]
-    return found["model name"] + (f" ({', '.join(details)})" if details else "")
+    return cpuinfo["model name"] + (f" ({', '.join(details)})" if details else "")

@@ -1,153 +1,143 @@
-"""Requests to end a run: SIGTERM and Ctrl-C, which save first, and failed writes."""
+"""Requests to end a run: SIGTERM and Ctrl-C, after which the run saves, and failed writes."""
 
+import contextlib
 import itertools
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 from types import FrameType
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lamb_tpu.cluster import distributed
+from lamb_tpu.cluster import distributed, signals
 from lamb_tpu.errors import Interrupted, Preempted, UserError
 
-# All processes stop at the poll of the same number, so the count continues over several runs in one
+# All processes stop at the poll with the same number, so the count continues over all runs of a
 # process. It starts at 1, because 0 means that a process has not polled yet.
 _numbers = itertools.count(1)
-_SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
-# Time in which the main thread can handle a second signal itself.
-_GRACE_SECONDS = 0.3
 
 
 class Preemption:
-    """Notices SIGTERM and Ctrl-C between updates and between batches of an evaluation.
+    """Handles SIGTERM and Ctrl-C between updates and between batches of an evaluation.
 
-    In a run of one process the handler only notes the signal; a second signal ends the process at
-    once. In a run of several processes JAX notes SIGTERM, in whichever process it arrives, and all
-    of them stop at the same poll a second or two later. Ctrl-C and an error passed to `fail` are
-    sent the same way. Use as a context manager:
+    In a run of one process, the handler records the signal for the next poll, and a second signal
+    ends the process at once. In a run of several processes, JAX notifies all processes of a SIGTERM
+    to any of them, and they stop at the same poll a second or two later. Ctrl-C and an error passed
+    to `fail` are sent in the same way. Use as a context manager:
 
         with Preemption() as preemption:
             while ...:
                 preemption.poll()
             preemption.settle()
+
+    Before `begin` is called, there is nothing to save, so the command's handlers end the process at
+    once; see `lamb_tpu.cluster.signals`. If `begins` is True, or if there are no such handlers, as
+    in a notebook, polls handle signals from the start of the block.
     """
 
-    # If a run of several processes has ended, JAX reports its signal to the next run's poll.
+    # Shared by all runs: JAX may report a signal to the poll of the next run in the process.
     _interrupted = False
 
+    def __init__(self, begins: bool = True) -> None:
+        self._begins = begins
+
     def __enter__(self) -> "Preemption":
-        self._noticed = False
+        self._noticed = self._begun = False
         self._error: UserError | None = None
         self._several = jax.distributed.is_initialized()
-        # Python allows signal handlers in the main thread only.
-        self._listens = threading.current_thread() is threading.main_thread()
-        if self._listens:
-            numbers = [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]
-            self._before = {number: signal.signal(number, self._take_note) for number in numbers}
-            # Python's C handler writes the number of each signal to this socket at once, also while
-            # the main thread runs no Python code. A thread reads it at the other end.
-            self._ours, theirs = socket.socketpair()
-            self._ours.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(
-                self._ours.fileno(), warn_on_full_buffer=False
-            )
-            threading.Thread(
-                target=_end_at_the_second, args=(theirs, numbers), name="signals", daemon=True
-            ).start()
+        self._before: dict[int, Any] = {}
+        self._stack = contextlib.ExitStack()
+        if self._begins or not callable(signal.getsignal(signal.SIGTERM)):
+            self._listen()
         return self
 
+    def begin(self) -> None:
+        """From now on, handles signals at the next poll; all processes must call it.
+
+        Call it before the first update. Processes wait here for each other, because a process that
+        has begun could not end together with a process that has not.
+        """
+        if self._begun:
+            return
+        if self._several:
+            distributed.meet()
+        self._listen()
+
+    def _listen(self) -> None:
+        self._begun = True
+        signals.saving.set()
+        self._stack.callback(signals.saving.clear)
+        if self._error is not None:
+            self._notice()
+        # Python allows signal handlers in the main thread only.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._stack.enter_context(signals.Watcher((self._take_note,), None))
+        numbers = [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]
+        # SIGHUP means a closed terminal; nohup makes a process ignore it. With several processes,
+        # their launcher handles SIGHUP.
+        if not self._several and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            before = self._before[number] = signal.signal(number, self._take_note)
+            self._stack.callback(signal.signal, number, before)
+
     def __exit__(self, *exception: object) -> None:
-        if self._listens:
-            # The thread ends when its socket is closed at this end.
-            signal.set_wakeup_fd(self._wakeup_before)
-            self._ours.close()
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        self._stack.close()
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        # From the first signal on, the next one has its default action and ends the process.
+        # The next signal has its default action and ends the process.
         for one in self._before:
             signal.signal(one, signal.SIG_DFL)
         if number == signal.SIGINT:
-            # With several processes a later run's poll may be the one to report it.
+            # With several processes, the poll of a later run may report the signal.
             owner = Preemption if self._several else self
             owner._interrupted = True
             if jax.process_index() == 0:
-                told = "Ctrl-C: saving, then ending; again to end at once"
-                print(told, file=sys.stderr, flush=True)
+                text = "Ctrl-C: the run saves and ends; press Ctrl-C again to end it at once"
+                print(text, file=sys.stderr, flush=True)
         self._notice()
 
     def _notice(self) -> None:
         if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)  # JAX sends it to the others
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX notifies the other processes
         else:
             self._noticed = True
 
     def fail(self, error: UserError) -> None:
-        """Makes the next poll raise the error; with several processes, some seconds later.
-
-        This is for an error of one process, which must not leave the others waiting for it.
-        """
-        # The first error is the cause; others may follow from it.
+        """Makes the next poll raise the error in all processes, which may take some seconds."""
+        # Keep the first error; later ones may be consequences.
         if self._error is None:
             self._error = error
-            self._notice()
+            # JAX's notice would end processes that have not begun, as if preempted.
+            if self._begun or not self._several:
+                self._notice()
 
     def poll(self) -> None:
-        """Raises if the run was asked to end.
+        """Raises Preempted after SIGTERM, Interrupted after Ctrl-C, or the error passed to `fail`.
 
-        All processes of a run must call it equally often, at the same places. They raise at the
-        same call.
-
-        Raises:
-          Preempted: SIGTERM arrived.
-          Interrupted: Ctrl-C arrived.
-          UserError: `fail` was called, in this or another process.
+        All processes of a run must make the same sequence of calls. They raise at the same call.
         """
         number = next(_numbers)
         if self._several:
-            self._noticed = multihost_utils.reached_preemption_sync_point(number)
+            # JAX reports a signal to one poll only; remember it for runs that train side by side.
+            self._noticed |= bool(multihost_utils.reached_preemption_sync_point(number))
         if self._noticed:
-            # An error that was passed to `fail` comes before the signal by which it was sent.
+            if self._several:
+                signals.ending.set()
+            # `fail` sends its error by a signal; raise the error, not the signal.
             self.settle()
             interrupted = self._interrupted
             if self._several:
-                # Ctrl-C may have reached one process only. All must raise the same.
+                # Ctrl-C may have reached only one process, but all must raise the same.
                 interrupted = multihost_utils.process_allgather(np.bool_(interrupted)).any()
             raise Interrupted if interrupted else Preempted
 
     def settle(self) -> None:
-        """Raises an error passed to `fail`; all processes must call it at the same place.
-
-        It is for the end of the work, after the last poll.
-
-        Raises:
-          UserError: `fail` was called, in this or another process.
-        """
+        """Raises an error that was passed to `fail` in any process; all processes must call it."""
         distributed.agree(self._error)
-
-
-def _end_at_the_second(signals: socket.socket, numbers: list[signal.Signals]) -> None:
-    """Ends the process at the second signal if the main thread cannot.
-
-    Python calls handlers in the main thread only, between two bytecode instructions: not while that
-    thread compiles or waits for an update.
-    """
-    count = 0
-    with signals:
-        # One byte for each signal; nothing at the end of the socket.
-        while received := signals.recv(1):
-            count += received[0] in numbers
-            if count > 1:
-                time.sleep(_GRACE_SECONDS)
-                if sys.stderr.isatty():
-                    print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)
-                # The exit status that a shell gives to a process ended by this signal.
-                os._exit(128 + received[0])

@@ -1,11 +1,11 @@
-"""A filter for the stderr of one process of several: it turns JAX' abort into one sentence.
+"""Filters the stderr of one of several processes: shortens the output of JAX's abort to a sentence.
 
     python -I -S lamb_tpu/cluster/relay.py < PIPE
 
-When another process is killed, stopped or cut off, JAX' coordination service aborts this one from a
-C++ thread, with pages of logs and stacks that the process itself cannot suppress. They are held
-back here; everything else passes through at once. The file imports nothing of the project, so that
-it starts fast.
+If another process is killed, stopped or disconnected, JAX's coordination service aborts this one
+from a C++ thread, with pages of logs and stacks that the process itself cannot suppress. This filter
+holds these pages back, and passes all other output through at once. It imports nothing from the
+project, so that it starts fast.
 """
 
 import os
@@ -14,11 +14,11 @@ import signal
 import sys
 from typing import BinaryIO
 
-# A line of JAX' own log: level, date, time, thread, file.
+# A line of JAX's log: level, date, time, thread, file.
 _LOG = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ (?:coordination_\w+|preemption_sync_manager|client)\.(?:cc|h):\d+\]"
 )
-# Lines that follow such a line and belong to it.
+# Further lines of such a log message.
 _MORE = re.compile(
     rb"(?:\d+|\s*|The tasks have crashed.*|Additional GRPC error.*|:UNKNOWN:.*|:?\{.*|RPC: /.*"
     rb"|\*\*\* Check failure.*|    @ .*|=== Source Location Trace.*|\S+\.(?:cc|h):\d+)\s*$"
@@ -27,39 +27,34 @@ _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 
 
 def relay(source: BinaryIO, target: BinaryIO) -> None:
-    """Copies lines until the end; an abort because of another process becomes one sentence.
-
-    Args:
-      source: output of the process.
-      target: destination of the output.
-    """
-    held: list[bytes] = []  # lines of JAX' log; written at the end if there was no abort
+    """Copies lines to the end, and shortens the output of an abort that another process caused."""
+    held: list[bytes] = []  # lines of JAX's log; written at the end if there was no abort
     fatal: list[bytes] = []  # lines from the abort on
-    told = False
-    # Line by line and not by blocks, so that output appears when it is written.
+    reported = False
+    # Copy line by line, not in blocks, so that output appears when it is written.
     for line in iter(source.readline, b""):
-        # The process may have told its user already; then nothing of the log is added.
-        own = line.startswith(b"error: ")
-        told |= own
-        # Behind the abort there are stacks only, of C++ and of Python.
-        if fatal and not own:
+        # If the process has already printed an error, add nothing of the log.
+        is_error = line.startswith(b"error: ")
+        reported |= is_error
+        # Only stacks of C++ and Python follow the abort.
+        if fatal and not is_error:
             fatal.append(line)
         elif _FATAL.match(line):
             fatal.append(line)
-        # `_MORE` also fits ordinary output, such as a number, so it counts only after a held line.
-        elif _LOG.match(line) or (held and not own and _MORE.match(line)):
+        # `_MORE` also matches ordinary output, such as a number, so use it only after a held line.
+        elif _LOG.match(line) or (held and not is_error and _MORE.match(line)):
             held.append(line)
         else:
             target.write(line)
             target.flush()
-    if not told:
+    if not reported:
         for line in [_sentence(fatal)] if fatal else held:
             target.write(line)
         target.flush()
 
 
 def _sentence(fatal: list[bytes]) -> bytes:
-    # The reason stands in the first lines, before remote errors and stacks.
+    # The reason is in the first lines, before remote errors and stacks.
     text = b" ".join(b"".join(fatal[:4]).partition(b"absl::Status: ")[2].split())
     reason = re.split(rb" RPC: | Additional GRPC| The tasks have crashed| \*\*\*", text)[0]
     return (
@@ -70,9 +65,9 @@ def _sentence(fatal: list[bytes]) -> bytes:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the process, not before
+        signal.signal(number, signal.SIG_IGN)  # the filter must not end before the process
     try:
         with os.fdopen(0, "rb") as lines, os.fdopen(2, "wb") as output:
             relay(lines, output)
-    except OSError:  # nobody reads the output any more
+    except OSError:  # the reader of the output is gone
         sys.exit(1)

@@ -1,1 +1,1 @@
-"""Costs of compiled programs: operations, traffic, and the TPU slices they are compiled for."""
+"""Costs of compiled programs: operations, traffic, and the TPU slices that they are compiled for."""

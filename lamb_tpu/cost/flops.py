@@ -1,17 +1,14 @@
-"""Model FLOPs: the arithmetic that training a model asks for, counted before anything is compiled.
+"""Model FLOPs: the arithmetic of training a model, counted before anything is compiled.
 
 The count covers the matrix products and convolutions of the forward pass, with two operations for
-each multiplication and its addition. The rest (activations, norms, softmax, embedding look-ups, the
-optimizer) is small in comparison. Training takes three times that, because the backward pass has a
-product for the gradient of each of the two factors. Recomputation to save memory, other work of a
-device, and the way the batch is cut or spread do not change the count. So the model FLOP/s
-utilisation (MFU), which is these FLOPs divided by the time and by the devices' peak, compares
-different programs for one model.
+each multiplication and its addition. Everything else is small in comparison. Training takes three
+times the operations of the forward pass, because the backward pass has a product for the gradient
+of each of the two factors. Recomputation, microbatches and shardings do not change the count.
 
 For a Transformer of L layers with H heads of width Q on sequences of T tokens the count is the
-usual 6 N + 12 L H Q T for each token, N being the number of parameters in matrices. Here a
-parameter counts each time a product uses it: an embedding's only where it is used as a matrix, a
-head's only at the positions that the head predicts.
+usual 6 N + 12 L H Q T per token, where N is the number of parameters in matrices. A parameter counts
+each time a product uses it: the parameters of an embedding count only if a product uses the embedding
+as a matrix, and the parameters of a head only at the positions that the head predicts.
 """
 
 import math
@@ -23,9 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def training_flops(loss: Callable[..., Any], *args: Any) -> int:
-    """FLOPs of a function's value and gradient: three times those of the value.
-
-    The function is only traced; nothing is computed.
+    """Returns the FLOPs of the value and the gradient of `loss`, which is traced but not run.
 
     >>> import jax.numpy as jnp
     >>> x, w = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)
@@ -33,9 +28,9 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
     True
 
     Args:
-      loss: a function such as `Task.loss`, outside shard_map: inside, products have the shapes of
-        one device's part.
-      *args: the function's arguments, or their shapes and dtypes.
+      loss: a function such as `Task.loss`. It must not be inside shard_map, where products have the
+        shapes of one device's shard.
+      *args: arguments of `loss`, or their shapes and dtypes.
 
     Raises:
       ValueError: see `matrix_flops`.
@@ -45,11 +40,11 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
 
 
 def matrix_flops(jaxpr: Jaxpr) -> int:
-    """FLOPs of the matrix products and convolutions of a traced function.
+    """Returns the FLOPs of the matrix products and convolutions of a traced function.
 
-    A scan counts as often as it runs; of a conditional's branches the largest counts, and of
-    `lax.platform_dependent` the default. Padding and dilation of a convolution count too.
-    Operations inside hand-written kernels are not seen.
+    The body of a scan counts once per iteration. A conditional counts its largest branch, and
+    `lax.platform_dependent` its default. A convolution's multiplications by padding and
+    dilation zeros count; operations inside hand-written kernels do not.
 
     Raises:
       ValueError: a matrix product is in a while loop, whose number of iterations is unknown.
@@ -66,20 +61,22 @@ def _flops(equation: JaxprEqn) -> int:
     if name in ("dot_general", "conv_general_dilated"):
         left, right = map(_shape, equation.invars)
         if name == "dot_general":
-            # ((contracted of left, of right), (batch of left, of right)); the output has all other
-            # axes.
+            # ((contracted axes of left, right), (batch axes of left, right)).
             (contracted, _), _ = params["dimension_numbers"]
             terms = math.prod(left[axis] for axis in contracted)
         else:
-            # The kernel has the input channels of one group.
+            # The kernel has the input channels of one group only.
             terms = math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(_shape(equation.outvars[0])) * terms
-    # The jaxprs of jit, remat, loops, branches and custom derivatives are among the parameters.
+    # The parameters include the jaxprs of jit, remat, loops, branches and custom derivatives.
     inner = [matrix_flops(part) for part in jaxprs_in_params(params)]
     if name == "while" and any(inner):
-        raise ValueError("a matrix product is in a while loop, whose length is not known before")
+        raise ValueError(
+            "a matrix product is in a while loop, whose number of iterations is unknown"
+        )
     if name == "cond":
-        # A form for one platform may do more than the model asks for; the default's entry is None.
+        # A platform-specific branch may do more work than the model needs; None marks the default
+        # branch.
         by_platform = params.get("branches_platforms") or ()
         return inner[by_platform.index(None)] if None in by_platform else max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)

@@ -1,8 +1,7 @@
 """Parser of optimized HLO, the compiler's final text, and the cycles and FLOPs of a program.
 
-The TPU compiler annotates an instruction with the core's cycles that it expects. A program's cycles
-are the sum of these, with each loop counted as often as it runs. The estimates leave out the
-network; `lamb_tpu.cost.traffic` reads what a device sends.
+The TPU compiler annotates instructions with the estimated cycles of a TPU core. The estimates
+exclude the network.
 """
 
 import contextlib
@@ -13,13 +12,13 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Of a computation: 'ENTRY %main (x: f32[8]) -> f32[8] {'.
+# Header of a computation: 'ENTRY %main (x: f32[8]) -> f32[8] {'.
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
-# Of an instruction: ' ROOT %y = f32[8]{0} add(%x, %x), metadata={...}'.
+# Line of an instruction: ' ROOT %y = f32[8]{0} add(%x, %x), metadata={...}'.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?)\s([a-z][a-z0-9-]*)\((.*)")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _CONSTANT = re.compile(r"(-?\d+)\)")
-# Of a type: 'f32[8,3]' or 'f8e4m3fn[8]'; a scalar is 'f32[]'.
+# A type: 'f32[8,3]' or 'f8e4m3fn[8]'; a scalar is 'f32[]'.
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
@@ -27,7 +26,7 @@ class Cost(NamedTuple):
     """The compiler's estimate for one run of a program."""
 
     cycles: int  # cycles of one core
-    fusions: int  # number of fused kernels that are started
+    fusions: int  # number of fused kernels that run
 
 
 class Array(NamedTuple):
@@ -39,7 +38,7 @@ class Array(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size in bytes, without the padding of a layout."""
-        bits = re.search(r"\d+", self.dtype)  # none in pred, a byte
+        bits = re.search(r"\d+", self.dtype)  # 'pred' names no number of bits and takes a byte
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
@@ -52,21 +51,21 @@ class Instruction(NamedTuple):
     rest: str  # operands and attributes
 
     def operands(self) -> list[str]:
-        """Names of the operands."""
+        """Returns the names of the operands."""
         return re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
 
     def attribute(self, key: str) -> list[str]:
-        """Names in an attribute such as body=%name or calls={%a, %b}."""
+        """Returns the names in an attribute such as body=%name or calls={%a, %b}."""
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[^\s,]+)", self.rest)
         return re.findall(r"[^\s,%{}]+", found[1]) if found else []
 
     def cycles(self) -> int:
-        """The compiler's estimate; 0 where it has none."""
+        """Returns the compiler's estimate; 0 if there is none."""
         estimate = _CYCLES.search(self.rest)
         return int(estimate[1]) if estimate else 0
 
     def arrays(self) -> list[Array]:
-        """Types of the result: one array, or all arrays of a tuple."""
+        """Returns the types of the result: one array, or all arrays of a tuple."""
         return [
             Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
             for dtype, sizes in _ARRAY.findall(self.result)
@@ -81,14 +80,14 @@ class Computation(NamedTuple):
     instructions: dict[str, Instruction]
 
     def inputs(self, instruction: Instruction) -> list[Array]:
-        """Types of an instruction's operands."""
+        """Returns the types of the operands of an instruction."""
         return [
             array for name in instruction.operands() for array in self.instructions[name].arrays()
         ]
 
 
 class Execution(NamedTuple):
-    """An instruction, and how often one run of the program executes it."""
+    """An instruction, and the number of its executions in one run of the program."""
 
     times: int
     instruction: Instruction
@@ -99,7 +98,7 @@ class Program:
     """A compiled program.
 
     Args:
-      hlo: `as_text()` of the result of `jax.jit(...).lower(...).compile()`.
+      hlo: `as_text()` of a compiled program.
 
     Attributes:
       text: the text.
@@ -123,7 +122,7 @@ class Program:
                 name, root, instructions = header[2], None, {}
                 self.entry = name if header[1] else self.entry
             elif name and line.startswith("}"):
-                if root is not None:  # as every computation of a whole module has
+                if root is not None:  # always the case in a complete module
                     self.computations[name] = Computation(name, root, instructions)
                 name = None
             elif name and (found := _INSTRUCTION.match(line)):
@@ -131,27 +130,22 @@ class Program:
                 instructions[instruction.name] = instruction
                 root = instruction if found[1] else root
         if self.entry not in self.computations:
-            raise ValueError("the text is no HLO module: it has no entry computation")
-        # The first line has one count, or both; a module for one device has none.
+            raise ValueError("the text is not an HLO module: it has no entry computation")
+        # The first line has one of these two counts or both; for a single device it has neither.
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
         self.num_devices = math.prod(int(count) for count in counts)
 
     def executions(self, size: Callable[[Instruction, Computation], int]) -> list[Execution]:
-        """Instructions that one run of the program executes, and how often.
+        """Returns the instructions that one run of the program executes, with their counts.
 
-        A fusion is one instruction. A loop's instructions are multiplied by its iterations. Of a
-        conditional, the branch of the largest size is taken.
-
-        Args:
-          size: function that gives the size of a computation's instruction; instructions of size 0
-            are left out.
+        A fusion is one instruction. Counts in a loop are multiplied by its iterations. A
+        conditional executes its branch with the largest size. Instructions of size 0 are omitted.
 
         Raises:
           ValueError: a loop with counted instructions has an unknown number of iterations.
         """
 
-        # A computation may be called from several places. Its runs are found once, with their
-        # sizes.
+        # A computation may have several callers, so cache its executions and size.
         @functools.cache
         def of(name: str) -> tuple[list[Execution], int]:
             computation = self.computations[name]
@@ -160,73 +154,71 @@ class Program:
                 if own := size(instruction, computation):
                     runs.append(Execution(1, instruction, computation))
                     total += own
-                for times, called in self._called(instruction, computation, of):
-                    parts, amount = of(called)
+                times, called = self.called(instruction, computation, lambda name: of(name)[1])
+                for parts, amount in map(of, called):
                     runs += [part._replace(times=times * part.times) for part in parts]
                     total += times * amount
             return runs, total
 
         return of(self.entry)[0]
 
-    def _called(
-        self, instruction: Instruction, computation: Computation, of: Callable
-    ) -> list[tuple[int, str]]:
-        """Computations that an instruction calls, each with the number of calls.
+    def called(
+        self, instruction: Instruction, computation: Computation, size: Callable[[str], float]
+    ) -> tuple[int, list[str]]:
+        """Returns how many times an instruction calls other computations, and the names of these.
 
-        A fusion or a reduction calls none: its computation counts as the instruction itself.
+        A conditional calls its branch with the largest size. Fusions and reductions call no
+        computations: what they compute counts as the instruction itself.
         """
         if instruction.opcode == "while":
             called = instruction.attribute("body") + instruction.attribute("condition")
-            # The number of iterations is needed only if the loop has counted instructions; it may
-            # be unknown otherwise.
-            if not any(of(name)[1] for name in called):
-                return []
-            times = self.turns(instruction, computation)
-            return [(times, name) for name in called]
+            # Only a loop with counted instructions needs a known number of iterations.
+            if not any(map(size, called)):
+                return 0, []
+            return self.iterations(instruction, computation), called
         if instruction.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [name for key in keys for name in instruction.attribute(key)]
-            return [(1, max(branches, key=lambda name: of(name)[1]))]
+            return 1, [max(branches, key=size)]
         if instruction.opcode in ("call", "async-start"):
-            called = [*instruction.attribute("to_apply"), *instruction.attribute("calls")]
-            return [(1, name) for name in called]
-        return []
+            return 1, [*instruction.attribute("to_apply"), *instruction.attribute("calls")]
+        return 0, []
 
-    def turns(self, loop: Instruction, computation: Computation) -> int:
-        """Number of iterations of a loop that counts by a constant step to a constant limit.
+    def iterations(self, loop: Instruction, computation: Computation) -> int:
+        """Returns the number of iterations of a loop that counts by a constant step to a constant limit.
 
-        A loop that may end before, because its condition demands more than that, counts in full.
+        If the condition also allows the loop to end earlier, the full number counts.
 
         Raises:
-          ValueError: the loop does not tell it.
+          ValueError: the number is unknown.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         body = self.computations[loop.attribute("body")[0]]
         condition = self.computations[loop.attribute("condition")[0]]
         found, demanded = list[int](), [condition.root]
-        for demand in demanded:  # which grows
+        for demand in demanded:  # the body of this loop appends to the list
             if demand.opcode == "and":
                 demanded += [condition.instructions[name] for name in demand.operands()]
-            # Any other form of counter ends here: a name that is not found, or too few operands.
+            # Other forms of counters raise: a name is missing, or there are too few operands.
             with contextlib.suppress(KeyError, IndexError, TypeError, ZeroDivisionError):
-                found.append(_turns(demand, condition, body, loop, computation))
+                found.append(_iterations(demand, condition, body, loop, computation))
         if not found:
-            raise ValueError(f"the loop %{loop.name} does not tell how often it runs")
+            raise ValueError(f"the loop %{loop.name} has an unknown number of iterations")
         return min(found)
 
 
-def _turns(
+def _iterations(
     demand: Instruction,
     condition: Computation,
     body: Computation,
     loop: Instruction,
     computation: Computation,
 ) -> int:
-    """Number of iterations of a loop while `demand` holds, which is counter < limit.
+    """Returns the number of iterations for which `demand`, of the form counter < limit, holds.
 
     Raises:
-      KeyError: it is not; other errors likewise.
+      KeyError, IndexError, TypeError, ZeroDivisionError: `demand` or the counter has another form.
     """
     # The counter is an element of the loop's tuple.
     if demand.opcode != "compare" or "direction=LT" not in demand.rest:
@@ -236,8 +228,7 @@ def _turns(
     if found is None:
         raise KeyError(counter)
     index = int(found[1])
-    # The counter before the loop, in the tuple that the loop gets; and in the tuple that the body
-    # returns.
+    # The counter in the loop's operand, and in the tuple that the body returns.
     start = computation.instructions[loop.operands()[0]].operands()[index]
     step = body.instructions[body.root.operands()[index]]
     if step.opcode != "add":
@@ -253,12 +244,12 @@ def _turns(
 
 @functools.lru_cache(maxsize=1)
 def parse(hlo: str) -> Program:
-    """Returns the program of a text, kept for the next reader of the same text; see `Program`."""
+    """Parses the text of a program, and caches the last result; see `Program`."""
     return Program(hlo)
 
 
 def _value(name: str, computation: Computation) -> int:
-    """Value of an instruction that is a constant or a copy of one."""
+    """Returns the value of a constant, or of a copy of a constant."""
     instruction = computation.instructions[name]
     if instruction.opcode == "copy":
         return _value(instruction.operands()[0], computation)
@@ -269,10 +260,10 @@ def _value(name: str, computation: Computation) -> int:
 
 
 def program_cost(hlo: str) -> Cost:
-    """Returns the cost of one run of a compiled program.
+    """Returns the cost of one run of a program that is compiled for a TPU.
 
-    A fusion's estimate covers everything that it fuses. A loop's body and condition count as often
-    as the loop runs. A conditional counts its most expensive branch.
+    A fusion's estimate covers everything in it. The body and condition of a loop count once per
+    iteration. A conditional counts its most expensive branch.
 
     >>> program_cost('''
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -280,9 +271,6 @@ def program_cost(hlo: str) -> Cost:
     ...   ROOT %f = f32[8]{0} fusion(%x), calls=%g, backend_config={"estimated_cycles":"300"}
     ... }''')
     Cost(cycles=300, fusions=1)
-
-    Args:
-      hlo: `as_text()` of the result of `jax.jit(...).lower(...).compile()` for a TPU.
 
     Raises:
       ValueError: the text is not an HLO module, or a loop's number of iterations is unknown.
@@ -297,10 +285,11 @@ def program_cost(hlo: str) -> Cost:
 
 
 def program_flops(hlo: str) -> int:
-    """Floating-point operations of a program's matrix products and convolutions.
+    """Returns the floating-point operations of a program's matrix products and convolutions.
 
     A multiplication and its addition are two operations. Unlike JAX's `cost_analysis`, this counts
-    a loop as often as it runs, and leaves out all other arithmetic, which is small in comparison.
+    all iterations of a loop, and omits all other arithmetic, which is small in comparison. The
+    program may be for any platform, if the compiler does not call a library for matrix products.
 
     >>> program_flops('''
     ... ENTRY %main (x: f32[8,3], y: f32[3,5]) -> f32[8,5] {
@@ -309,9 +298,6 @@ def program_flops(hlo: str) -> int:
     ...   ROOT %dot = f32[8,5] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
     ... }''')
     240
-
-    Args:
-      hlo: see `program_cost`; from any compiler that does not call a library for matrix products.
 
     Raises:
       ValueError: see `program_cost`.
@@ -337,59 +323,54 @@ def program_flops(hlo: str) -> int:
 
 
 def _dot(dot: Instruction, computation: Computation) -> int:
-    """Number of multiplications of a matrix product."""
+    """Returns the number of multiplications of a matrix product."""
     left = computation.inputs(dot)[0].shape
     contracted = [left[int(axis)] for axis in dot.attribute("lhs_contracting_dims")]
     return math.prod(dot.arrays()[0].shape) * math.prod(contracted)
 
 
 def _convolution(convolution: Instruction, computation: Computation) -> int:
-    """Number of multiplications of a convolution, without those by zeros of padding and dilation.
+    """Returns the number of multiplications in a convolution, without those by padding or dilation zeros.
 
     The TPU compiler writes every matrix product as a convolution. A batch of products becomes a
-    convolution over as many places, dilated so that each output place meets one product only.
+    convolution over a spatial axis as long as the batch, dilated so that each output position has
+    one product.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
     if labels is None:
-        raise ValueError(f"the convolution %{convolution.name} does not tell its dimensions")
+        raise ValueError(f"the convolution %{convolution.name} has no dim_labels")
     shapes = [array.shape for array in computation.inputs(convolution)[:2]]
     shapes.append(convolution.arrays()[0].shape)
     inputs, kernel, output = (
         dict(zip(names, shape, strict=True))
         for names, shape in zip(labels.groups(), shapes, strict=True)
     )
-    window = dict(re.findall(r"(\w+)=([\dx_-]+)", _braces(convolution.rest, "window")))
+    braces = re.search(r"\bwindow=\{([^}]*)\}", convolution.rest)
+    window = dict(re.findall(r"(\w+)=([\dx_-]+)", braces[1] if braces else ""))
 
     def each(key: str, default: str) -> list[str]:
         return window[key].split("x") if key in window else [default] * len(spatial)
 
     spatial = sorted(label for label in inputs if label.isdigit())
-    # Pairs of an output place and a kernel place that meet a value of the input and not a zero. The
-    # axes are independent, so their numbers multiply.
+    # Count the pairs of an output and a kernel position that read an input value, not a zero. The
+    # axes are independent, so the counts of the axes multiply.
     pairs = 1
-    for axis, size, stride, pad, spread, dilation, turned in zip(
+    for axis, size, stride, pad, spread, dilation in zip(
         spatial,
         each("size", "1"),
         each("stride", "1"),
         each("pad", "0_0"),
         each("lhs_dilate", "1"),
         each("rhs_dilate", "1"),
-        each("rhs_reversal", "0"),
         strict=True,
     ):
-        del turned  # a reversed kernel multiplies as often
-        # Padding is 'low_high', and the high side does not move any place.
+        # Padding is 'low_high', and the high side does not shift positions.
         low = int(pad.split("_")[0])
-        places = (
+        positions = (
             place * int(stride) + offset * int(dilation) - low
             for place, offset in itertools.product(range(output[axis]), range(int(size)))
         )
         reach = (inputs[axis] - 1) * int(spread)
-        pairs *= sum(0 <= place <= reach and place % int(spread) == 0 for place in places)
+        pairs *= sum(0 <= place <= reach and place % int(spread) == 0 for place in positions)
     groups = re.search(r"batch_group_count=(\d+)", convolution.rest)
     return pairs * kernel["i"] * kernel["o"] * inputs["b"] // int(groups[1] if groups else 1)
-
-
-def _braces(text: str, key: str) -> str:
-    found = re.search(rf"\b{key}=\{{([^}}]*)\}}", text)
-    return found[1] if found else ""

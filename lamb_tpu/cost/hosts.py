@@ -1,27 +1,10 @@
-"""A slow network between hosts in the place of the torus, and the time of a collective on it.
+"""A slow network between hosts in place of the torus, and the time of a collective on it.
 
-The devices of one host keep the links of the slice between them. Hosts have nothing but one link
-each, such as Ethernet, which all of its devices share. A collective among devices of several hosts
-first adds up, or brings together, what is within a host, so that each link carries the least that
-the kind of collective needs. Its time is the sum of
-
-- the same collective among the devices of a host, on the links of the slice,
-- the bytes of the busiest link, divided by its rate,
-- and the steps between hosts, each a fixed time.
-
-With h hosts, d devices of a group on each, groups of n devices and V bytes of a device's operand,
-the link of a host carries each way, of each group that has devices there:
-
-| kind | bytes | steps |
-|---|---|---|
-| reduce-scatter | (h - 1) / h V | log2 h |
-| all-gather | (h - 1) / h n V | log2 h |
-| all-reduce | 2 (h - 1) / h V | 2 log2 h |
-| all-to-all | d (n - d) / n V | 1 |
-| collective-permute | V for each pair of which one device is there | 1 |
-
-The bytes of the first three are those of a ring through the hosts and of halving and doubling,
-which has these steps. Of an all-to-all nothing adds up within a host, so each device's bytes count.
+The devices of a host use the links of the slice among themselves. Each host has a single link to
+the other hosts, such as Ethernet, which all its devices share. An all-reduce, reduce-scatter or
+all-gather first sums or gathers within each host, so that each link carries the minimum. README.md
+lists the bytes and the steps between hosts for each type of collective: the bytes are those of the
+ring algorithm, and the steps those of recursive halving and doubling.
 """
 
 import collections
@@ -42,17 +25,15 @@ _PERMUTE = "collective-permute"
 
 
 class HostNetwork(Network):
-    """The network of hosts that have one slow link each.
+    """A network of hosts with one slow link each.
 
     Args:
-      slice_: the slice, whose links connect the devices of a host.
-      places: slice and chip coordinates of each device, see `Network`.
-      hosts: number of the host of each device, in the same order.
-      gbps: rate of a host's link each way, in 10^9 bits a second.
+      slice_, places: see `Network`; the slice's links connect the devices of a host.
+      hosts: index of the host of each device, in the order of `places`.
+      gbps: rate of a host's link in each direction, in 10^9 bits per second.
 
     Attributes:
-      gbps: the rate.
-      host_devices: devices of a host.
+      host_devices: number of devices of a host.
     """
 
     def __init__(
@@ -70,7 +51,7 @@ class HostNetwork(Network):
             return super().seconds(collective, constants)
         rate = self.gbps * 1e9 / 8 * constants.datacenter_efficiency
         passes = 2 if collective.kind == "all-reduce" else 1
-        # Messages of an all-to-all and of a permutation are under way at a time.
+        # All messages of an all-to-all or of a permutation are sent at the same time.
         at_once = collective.kind in (*_TO_ALL, _PERMUTE)
         steps = 1 if at_once else passes * math.ceil(math.log2(hosts))
         return (
@@ -80,7 +61,7 @@ class HostNetwork(Network):
         )
 
     def link_bytes(self, collective: Collective) -> float:
-        """Returns the bytes that the busiest link of a host carries each way, for one execution."""
+        """Returns the bytes that the busiest host link carries in one direction in one execution."""
         kind = collective.kind
         what = kind if kind == _PERMUTE else "to all" if kind in _TO_ALL else "sum"
         size = float(collective.operand_bytes) * self._loads(collective.groups, what)
@@ -89,7 +70,7 @@ class HostNetwork(Network):
         return size * (2 if kind == "all-reduce" else 1)
 
     def _within(self, collective: Collective, constants: Constants) -> float:
-        """Returns the time of a collective's part within hosts."""
+        """Returns the time that a collective takes within hosts."""
         kind, size = collective.kind, collective.operand_bytes
         if kind == _PERMUTE:
             groups = tuple(
@@ -100,7 +81,7 @@ class HostNetwork(Network):
             most = max(map(len, parts))
             groups = tuple(part for part in parts if len(part) == most > 1)
             if kind == "all-gather" and groups:
-                size *= collective.group_size // most  # what the hosts have brought together
+                size *= collective.group_size // most  # bytes gathered from all hosts
             elif kind in _TO_ALL:
                 size = size * most // collective.group_size
         if not groups:
@@ -109,14 +90,14 @@ class HostNetwork(Network):
         return super().seconds(inner, constants)
 
     def _parts(self, group: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns a group's devices by host."""
+        """Returns the devices of a group, grouped by host."""
         found: dict[int, list[int]] = {}
         for device in group:
             found.setdefault(int(self._hosts[device]), []).append(device)
         return [tuple(part) for part in found.values()]
 
     def _load(self, groups: Groups, what: str) -> float:
-        """Returns what the busiest link carries each way, in a device's bytes; sums go one way."""
+        """Returns the load of the busiest link in one direction, in units of a device's operand."""
         sent: dict[int, float] = collections.defaultdict(float)
         received: dict[int, float] = collections.defaultdict(float)
         for group in groups:
@@ -138,7 +119,7 @@ class HostNetwork(Network):
         if hosts == 1:
             return super()._route(groups, is_pairs)
         if is_pairs:
-            return Route(2, 1, 1, (), 1.0, 1, hosts)
+            return Route(chips=2, cores=1, slices=1, axes=(), width=1.0, hops=1, hosts=hosts)
         parts = [part for group in groups for part in self._parts(group)]
         most = max(map(len, parts))
         inner = super()._route(tuple(part for part in parts if len(part) == most), False)
@@ -146,7 +127,7 @@ class HostNetwork(Network):
 
 
 def hosts(devices: Iterable[Any]) -> list[int]:
-    """Returns the number of the host of each of JAX's devices, in the order of `network.places`."""
+    """Returns the host index of each JAX device, in the order of `network.places`."""
     found = [
         (getattr(device, "slice_index", None) or 0, device.process_index) for device in devices
     ]

@@ -1,14 +1,12 @@
-"""The network of a TPU slice, and the time of a collective on it by a model of few constants.
+"""The network of a TPU slice, and a model with few constants for the time of a collective on it.
 
-The chips of a slice are a grid with a link each way between neighbours, which on some axes closes
-to rings. A collective runs along the axes on which the chips of a group differ, on all of them at a
-time. An all-gather of V bytes along a ring of n chips takes (n - 1) / n V / 2B with links of B
-bytes a second each way; along a line, which has no second way round, twice as long. A
-reduce-scatter takes as long as an all-gather, and an all-reduce is one and then the other. Groups
-that use the same links share them. Between slices there is the data-centre network of the hosts.
-
-Links are read in published pages, `LINKS`. How much of a link a collective gets, the time of a hop
-and the fixed time of a collective are `Constants`; those of a plan are in calibrated.py.
+The chips of a slice form a grid with a link in each direction between neighbours; along some axes,
+the links form rings. A collective uses all axes on which the chips of a group differ, at the same
+time. If links carry B bytes per second in each direction, an all-gather of V bytes along a ring of n
+chips takes (n - 1) / n V / 2B seconds. Along a line it takes twice as long, because it can use only
+one direction. A reduce-scatter takes as long as an all-gather, and an all-reduce is a reduce-scatter
+followed by an all-gather. Groups that use the same links share their bandwidth. Slices are connected by the
+data-centre network of the hosts. calibrated.py has the constants that a plan uses.
 """
 
 import dataclasses
@@ -25,22 +23,17 @@ AXES = "xyz"
 
 
 class Links(NamedTuple):
-    """The links between the chips of a generation.
+    """Bandwidths of the links of one TPU generation."""
 
-    Attributes:
-      link: bytes a second of a link between neighbours, each way.
-      datacenter: bytes a second of a chip's share in the network between slices, each way.
-      source: where the figures were read; what is recalled and not read is marked so.
-    """
-
-    link: float
+    link: float  # bytes per second of a link between neighbours, in each direction
+    # Bytes per second of a chip's share of the network between slices, in each direction.
     datacenter: float
-    source: str
+    source: str  # source of the figures; figures from memory are marked 'recalled'
 
 
 _BOOK = "jax-ml.github.io/scaling-book/tpus"
 _CLOUD = "docs.cloud.google.com/tpu/docs"
-# A page that gives a chip's bandwidth in both ways counts each of its 4 or 6 links twice.
+# A page that gives a chip's bidirectional bandwidth counts each of its 4 or 6 links twice.
 LINKS = {
     "v2": Links(62e9, 6.25e9, "recalled: 496 Gbit/s a link, Jouppi et al., CACM 2020"),
     "v3": Links(
@@ -60,42 +53,30 @@ LINKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Constants of the model of a collective, which measurements give.
+    """Constants of the model of a collective, fitted to measurements."""
 
-    Attributes:
-      efficiency: share of a link's bandwidth that a collective gets.
-      hop_seconds: time from a chip to its neighbour, whatever the bytes.
-      collective_seconds: time of starting and ending a collective.
-      datacenter_efficiency: share of the network between slices that a collective gets.
-      datacenter_seconds: time from a slice to another, whatever the bytes.
-      compute_factor: measured time of a program's computation divided by the compiler's estimate.
-    """
-
-    efficiency: float
-    hop_seconds: float
-    collective_seconds: float
-    datacenter_efficiency: float
-    datacenter_seconds: float
+    efficiency: float  # share of a link's bandwidth that a collective gets
+    hop_seconds: float  # latency from a chip to its neighbour
+    collective_seconds: float  # time to start and end a collective
+    datacenter_efficiency: float  # share of the network between slices that a collective gets
+    datacenter_seconds: float  # latency from one slice to another
+    # Measured computation time of a program divided by the compiler's estimate.
     compute_factor: float = 1.0
 
 
 class Validation(NamedTuple):
-    """Accuracy of plans of runs that were left out of the fit and of the interval's parameters.
+    """Accuracy of plans for runs that are excluded from the fit and from the interval's parameters."""
 
-    Attributes:
-      programs: number of runs inside the interval, and of all runs, with each program left out.
-      generations: TPU version -> the same numbers with all runs on that version left out.
-      new_program: median and largest relative error of a run whose program is left out.
-      known_program: the same where other runs of the program are in the fit.
-    """
-
+    # (number of runs inside the interval, number of runs), with each program excluded in turn.
     programs: tuple[int, int]
+    # TPU version -> the same numbers with all runs on that version excluded.
     generations: Mapping[str, tuple[int, int]]
+    # Median and largest relative error of a run whose program is excluded.
     new_program: tuple[float, float]
-    known_program: tuple[float, float]
+    known_program: tuple[float, float]  # the same if other runs of the program are in the fit
 
     def describe(self) -> str:
-        """Returns the numbers as text."""
+        """Returns a sentence with the numbers."""
         generations = ", ".join(
             f"{covered:,} of {number:,}{' runs' * (place == 0)} on {version}"
             for place, (version, (covered, number)) in enumerate(self.generations.items())
@@ -105,17 +86,17 @@ class Validation(NamedTuple):
             for median, largest in (self.new_program, self.known_program)
         )
         return (
-            f"the interval covered {self.programs[0]:,} of {self.programs[1]:,} runs of programs "
-            "left out of the fit"
-            + f", and of generations left out {generations}"
+            f"the interval covered {self.programs[0]:,} of {self.programs[1]:,} runs if their program "
+            "is left out of the fit"
+            + f", and if their TPU generation is left out, {generations}"
             * bool(generations)
-            + f"; median error {new} for a program left out, {known} with other runs of the "
-            "program in the fit"
+            + f"; median error {new} if the program is left out, {known} with other runs of it in "
+            "the fit"
         )
 
 
 class Bounds(NamedTuple):
-    """Constants of the shortest, the expected and the longest time."""
+    """Constants for the shortest, the expected and the longest time."""
 
     low: Constants
     middle: Constants
@@ -124,13 +105,7 @@ class Bounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Constants for one TPU generation, with the bounds of the interval for a new program.
-
-    Attributes:
-      each: the constants, ascending in time.
-      fitted_to: the runs to which they were fitted.
-      validation: accuracy for runs left out.
-    """
+    """Constants of one TPU generation, and the runs to which they are fitted."""
 
     each: Bounds
     fitted_to: str
@@ -139,19 +114,12 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class Calibrations:
-    """Fitted constants of all TPU generations.
+    """Fitted constants of all TPU generations."""
 
-    Attributes:
-      known: TPU version -> constants, for the generations of the fitted runs.
-      unseen: constants of any other generation: those of an average one, and wider bounds.
-      fitted_to: the runs to which they were fitted.
-      validation: accuracy for runs left out.
-    """
-
-    known: Mapping[str, Bounds]
-    unseen: Bounds
+    known: Mapping[str, Bounds]  # TPU version -> constants, for the generations of the fitted runs
+    unseen: Bounds  # constants of all other generations: an average, with wider bounds
     fitted_to: str
-    validation: Validation
+    validation: Validation  # accuracy for excluded runs
 
     def for_generation(self, version: str) -> Calibration:
         """Returns the constants of one generation."""
@@ -161,60 +129,49 @@ class Calibrations:
         return Calibration(self.unseen, fitted_to, self.validation)
 
 
-# Of the one profile in `jax-ml.github.io/scaling-book/sharding`: an all-gather on TPU v5e in 680
-# microseconds where the links alone would take 560, and a small one of three hops in 8; it also has
-# the microsecond a hop. Between slices it is a guess.
-PROFILE = Constants(0.82, 1e-6, 5e-6, 0.7, 50e-6)
+# From the only profile in `jax-ml.github.io/scaling-book/sharding`: a large all-gather on TPU v5e
+# takes 680 microseconds, and would take 560 at the full bandwidth of the links; a small all-gather
+# over three hops takes 8 microseconds. The page also gives a microsecond per hop. The values between
+# slices are guesses.
+PROFILE = Constants(
+    efficiency=0.82,
+    hop_seconds=1e-6,
+    collective_seconds=5e-6,
+    datacenter_efficiency=0.7,
+    datacenter_seconds=50e-6,
+)
 
 
 class Axis(NamedTuple):
-    """An axis of the torus that a group of devices occupies.
+    """An axis of the torus that a group of devices occupies."""
 
-    Attributes:
-      name: x, y or z.
-      length: number of chips of the group along it.
-      stride: distance between two of them, in links.
-      is_ring: whether the links close to a ring.
-      sharing: number of groups that use the same link.
-    """
-
-    name: str
-    length: int
-    stride: int
-    is_ring: bool
-    sharing: int
+    name: str  # x, y or z
+    length: int  # number of chips of the group along the axis
+    stride: int  # distance between two adjacent chips of the group, in links
+    is_ring: bool  # whether the links close to a ring
+    sharing: int  # number of groups that share a link
 
     @property
     def width(self) -> float:
-        """Links that carry an all-gather at a time; a group's share of them."""
+        """Number of links that carry an all-gather at the same time, times a group's share of a link."""
         return (2 if self.is_ring else 1) / self.sharing
 
     @property
     def hops(self) -> int:
-        """Links that the bytes of the farthest chip pass."""
+        """Number of links to the farthest chip."""
         return self.stride * (self.length // 2 if self.is_ring else self.length - 1)
 
 
 class Route(NamedTuple):
-    """The links that a collective's groups occupy.
+    """The links that a collective's groups occupy."""
 
-    Attributes:
-      chips: chips of a group in one slice.
-      cores: devices of a group on one chip.
-      slices: slices of a group.
-      axes: axes of the torus, for groups that are boxes of chips.
-      width: links that carry an all-gather at a time.
-      hops: links that the bytes of the farthest chip pass.
-      hosts: hosts of a group, where a slow network lies between hosts and the rest is of one host,
-        see `hosts.HostNetwork`; 1 otherwise.
-    """
-
-    chips: int
-    cores: int
-    slices: int
-    axes: tuple[Axis, ...]
-    width: float
-    hops: int
+    chips: int  # chips of a group in one slice
+    cores: int  # devices of a group on one chip
+    slices: int  # slices of a group
+    axes: tuple[Axis, ...]  # axes of the torus, for groups that are boxes of chips
+    width: float  # number of links that carry an all-gather at the same time
+    hops: int  # number of links to the farthest chip
+    # Hosts of a group in a `hosts.HostNetwork`; the other attributes then describe one host.
     hosts: int = 1
 
     def describe(self) -> str:
@@ -225,7 +182,7 @@ class Route(NamedTuple):
             for axis in self.axes
         ]
         if self.chips > 1 and not parts and self.hosts == 1:
-            parts = [f"{self.chips} chips, by way of others"]
+            parts = [f"{self.chips} chips, routed via other chips"]
         if self.hosts > 1:
             parts.append(f"{self.hosts:,} hosts")
         if self.slices > 1:
@@ -234,11 +191,11 @@ class Route(NamedTuple):
 
 
 class Network:
-    """The network that a program's devices have between them.
+    """The network between the devices of a program.
 
     Args:
       slice_: the slice.
-      places: slice and chip coordinates of each device, (devices, 4), in the program's order.
+      places: (slice, x, y, z) of each device's chip, in the order of the devices in the program.
     """
 
     def __init__(self, slice_: Topology, places: Sequence[Sequence[int]]) -> None:
@@ -257,7 +214,7 @@ class Network:
         between = self.links.datacenter * constants.datacenter_efficiency
         if kind == "all-gather":
             size *= collective.group_size
-        # Bytes of a chip: devices of a chip first add up, or bring a part each.
+        # `size` also holds for a chip: its devices first sum their data, or each adds a shard.
         passes = 2 if kind == "all-reduce" else 1
         time = constants.collective_seconds + passes * route.hops * constants.hop_seconds
         others = (route.chips - 1) / route.chips
@@ -266,7 +223,7 @@ class Network:
         elif route.chips == 1:
             pass  # cores of one chip share its memory
         elif kind in ("all-to-all", "ragged-all-to-all"):
-            # Half of the bytes cross the middle of an axis, which has one or two links.
+            # Half of the bytes cross the middle of an axis, over one or two links.
             time += max(
                 (
                     route.cores
@@ -282,7 +239,8 @@ class Network:
         else:
             time += passes * others * size / (link * route.width)
         if route.slices > 1:
-            # A slice's chips carry a part each; cores in different groups share their chip's.
+            # Each chip of a slice carries a share. If the cores of a chip are in different groups,
+            # these groups share the bandwidth of the chip.
             share = passes * size * (route.slices - 1) / route.slices / route.chips
             share *= self._cores / route.cores
             time += share / between + passes * constants.datacenter_seconds
@@ -310,18 +268,26 @@ class Network:
             stride = int(values[1] - values[0])
             is_ring = self._wrap[axis] and stride * len(values) == self._sides[axis]
             sharing = self._sharing(members, axis, is_ring)
-            axes.append(Axis(AXES[axis], len(values), stride, is_ring, sharing))
+            axes.append(
+                Axis(
+                    name=AXES[axis],
+                    length=len(values),
+                    stride=stride,
+                    is_ring=is_ring,
+                    sharing=sharing,
+                )
+            )
         return Route(
-            chips,
-            cores,
-            counts[0],
-            tuple(axes),
-            sum(axis.width for axis in axes),
-            sum(axis.hops for axis in axes),
+            chips=chips,
+            cores=cores,
+            slices=counts[0],
+            axes=tuple(axes),
+            width=sum(axis.width for axis in axes),
+            hops=sum(axis.hops for axis in axes),
         )
 
     def _sharing(self, members: np.ndarray, axis: int, is_ring: bool) -> int:
-        """Returns the largest number of groups that use a link of an axis."""
+        """Returns the largest number of groups that use the same link of an axis."""
         load = np.zeros((self._slices, *self._sides), np.int64)
         for group in members:
             values = [np.unique(group[:, each]) for each in range(4)]
@@ -332,7 +298,7 @@ class Network:
         return int(load.max())
 
     def _routed(self, pairs: Sequence[tuple[int, int]], both_ways: bool) -> Route:
-        """Returns the route of messages from device to device, along x, then y, then z."""
+        """Returns the route of messages between pairs of devices, along x, then y, then z."""
         load: dict[tuple[int, ...], int] = {}
         hops, slices = 0, 1
         for start, end in pairs:
@@ -343,10 +309,17 @@ class Network:
             for link in passed:
                 load[link] = load.get(link, 0) + 1
         most = max(load.values(), default=1)
-        return Route(2 if hops else 1, 1, slices, (), (2 if both_ways else 1) / most, hops)
+        return Route(
+            chips=2 if hops else 1,
+            cores=1,
+            slices=slices,
+            axes=(),
+            width=(2 if both_ways else 1) / most,
+            hops=hops,
+        )
 
     def _path(self, start: int, end: int) -> Iterator[tuple[int, ...]]:
-        """Yields the links between two devices: slice, coordinates of a chip, axis, direction."""
+        """Yields the links between two devices, each as slice, chip coordinates, axis and direction."""
         at, goal = list(self._places[start]), self._places[end]
         for axis in range(3):
             side = self._sides[axis]
@@ -360,9 +333,10 @@ class Network:
 
 
 def places(devices: Iterable[Any]) -> list[tuple[int, int, int, int]]:
-    """Returns slice and chip coordinates of JAX's TPU devices, as `Network` takes them.
+    """Returns (slice, x, y, z) of each of JAX's TPU devices, as `Network` expects.
 
-    A program is that of one slice, so the devices of each slice follow those of the slice before.
+    Devices are sorted by slice, because a program numbers the devices of one slice, and the devices
+    of further slices get the indices that follow.
     """
     found = []
     for device in devices:

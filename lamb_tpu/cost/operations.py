@@ -1,4 +1,4 @@
-"""Kernels of a compiled program by kind and cost, with the source lines they come from."""
+"""Kernels of a compiled program by type and cost, with their source lines."""
 
 import pathlib
 import re
@@ -7,67 +7,39 @@ from typing import NamedTuple
 
 from lamb_tpu.cost.hlo import Instruction, Program
 
-# The first kind that has one of a kernel's operations is the kernel's.
-KINDS = (
+_LAYOUTS = "copy transpose concatenate pad slice dynamic-slice dynamic-update-slice reshape reverse"
+# A kernel has the first type that contains one of its operations. The last type is for kernels that
+# have no other operations.
+TYPES = (
     ("matrix products and convolutions", {"convolution", "dot"}),
     ("random bits", {"rng-bit-generator", "rng"}),
     ("sorting", {"sort"}),
     ("gathers and scatters", {"gather", "scatter"}),
     ("reductions", {"reduce", "reduce-window", "select-and-scatter"}),
-    (
-        "copies and layouts",
-        {
-            "copy",
-            "transpose",
-            "concatenate",
-            "pad",
-            "slice",
-            "dynamic-slice",
-            "dynamic-update-slice",
-            "reshape",
-            "reverse",
-        },
-    ),
+    ("copies and layouts", {*_LAYOUTS.split()}),
 )
-REST = "element by element"
-# Copies stand for a kernel only if it does nothing else.
-_PLAIN = {
-    "parameter",
-    "constant",
-    "bitcast",
-    "tuple",
-    "get-tuple-element",
-    "broadcast",
-    "convert",
-    "iota",
-}
+REST = "elementwise operations"
+# Operations that do not affect the type of a kernel.
+_PLAIN = {*"parameter constant bitcast tuple get-tuple-element broadcast convert iota".split()}
 _OPERATION = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\](.*)")
 
 
 class Operation(NamedTuple):
-    """A kernel of a program.
-
-    Attributes:
-      name: name of the instruction.
-      kind: one of `KINDS`, or `REST`.
-      operation: path of the operation in the model, such as 'Bert/encoder/layer_0/dot_general'.
-      source: file and line of the innermost code outside of libraries; '' if unknown.
-      times: number of executions in one run of the program.
-      cycles: the compiler's estimate for all of them.
-    """
+    """A kernel of a program."""
 
     name: str
-    kind: str
+    kind: str  # one of `TYPES`, or `REST`
+    # Path of the operation in the model, for example 'Bert/encoder/layer_0/dot_general'.
     operation: str
-    source: str
-    times: int
-    cycles: int
+    source: str  # file and line of the innermost frame outside of libraries; '' if unknown
+    times: int  # number of executions in one run of the program
+    cycles: int  # the compiler's estimate for all executions
 
 
 def operations(program: Program) -> list[Operation]:
-    """Returns the kernels with an estimate, the most expensive first.
+    """Returns the kernels that have an estimate, the most expensive first.
 
     Raises:
       ValueError: a loop's number of iterations is unknown.
@@ -79,19 +51,19 @@ def operations(program: Program) -> list[Operation]:
         frame = _FRAME.search(instruction.rest)
         found.append(
             Operation(
-                instruction.name,
-                _kind(instruction, program),
-                _shortened(path[1] if path else ""),
-                sources.of(int(frame[1])) if frame else "",
-                times,
-                times * instruction.cycles(),
+                name=instruction.name,
+                kind=_kind(instruction, program),
+                operation=_shortened(path[1] if path else ""),
+                source=sources.of(int(frame[1])) if frame else "",
+                times=times,
+                cycles=times * instruction.cycles(),
             )
         )
     return sorted(found, key=lambda each: (-each.cycles, each.name))
 
 
 def by_kind(found: list[Operation]) -> dict[str, int]:
-    """Returns the cycles of each kind that occurs, the largest first."""
+    """Returns the cycles of each type that occurs, the largest first."""
     cycles: dict[str, int] = {}
     for each in found:
         cycles[each.kind] = cycles.get(each.kind, 0) + each.cycles
@@ -100,10 +72,10 @@ def by_kind(found: list[Operation]) -> dict[str, int]:
 
 def _kind(instruction: Instruction, program: Program) -> str:
     opcodes = set(_opcodes(instruction, program)) - _PLAIN
-    for kind, known in KINDS[:-1]:
+    for kind, known in TYPES[:-1]:
         if opcodes & known:
             return kind
-    copies, opcodes_of_copies = KINDS[-1]
+    copies, opcodes_of_copies = TYPES[-1]
     return copies if opcodes and opcodes <= opcodes_of_copies else REST
 
 
@@ -117,7 +89,7 @@ def _opcodes(instruction: Instruction, program: Program) -> Iterator[str]:
 
 
 def _shortened(path: str) -> str:
-    """Returns the path of an operation without the functions of JAX around the model.
+    """Returns the path of an operation without JAX's functions around the model.
 
     >>> _shortened("jit(train_step)/shard_map/transpose(jvp(Bert))/encoder/dot_general")
     'transpose(jvp(Bert))/encoder/dot_general'
@@ -126,7 +98,7 @@ def _shortened(path: str) -> str:
 
 
 class _Sources:
-    """The tables of files and stack frames at the head of a program's text."""
+    """The tables of files and stack frames at the start of a program's text."""
 
     def __init__(self, text: str) -> None:
         self._files = {
@@ -136,16 +108,16 @@ class _Sources:
         self._frames = _table(text, "StackFrames")
 
     def of(self, frame: int) -> str:
-        """Returns 'file:line' of a stack frame, or of the innermost caller outside of libraries."""
+        """Returns 'file:line' of the innermost frame outside of libraries, or else of `frame` itself."""
         first = ""
         while line := self._frames.get(frame):
             location = self._locations.get(_number(line, "file_location_id"), "")
             path = self._files.get(_number(location, "file_name_id"), "")
-            told = f"{_relative(path)}:{_number(location, 'line')}" if path else ""
+            location_text = f"{_relative(path)}:{_number(location, 'line')}" if path else ""
             if path and not _LIBRARIES.search(path):
-                return told
-            first = first or told
-            # A parent is counted from 1, and 0 is no frame.
+                return location_text
+            first = first or location_text
+            # `parent_frame_id` is the id of the parent plus 1, and no frame has the id 0.
             frame = _number(line, "parent_frame_id") - 1
         return first
 
@@ -162,7 +134,7 @@ def _number(text: str, key: str) -> int:
 
 
 def _relative(path: str) -> str:
-    """Returns a path from the package, the library or the current folder on."""
+    """Returns a path relative to the package, the library or the current folder."""
     if library := _LIBRARIES.search(path):
         return library[1]
     for folder in (pathlib.Path(__file__).parents[2], pathlib.Path.cwd()):

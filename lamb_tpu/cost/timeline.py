@@ -1,9 +1,10 @@
-"""The time of a compiled program: computation, and the part of the network that it does not hide.
+"""The time of a compiled program: computation, and network time that computation does not hide.
 
-The text of a TPU program is its schedule. The walk through it takes each instruction's estimated
-cycles, and lets an asynchronous collective run from its start on, beside what is computed until its
-end. What is left of it then is waited for, as a collective is that is not asynchronous. Collectives
-of a slice run one after the other, and so do those between slices, beside them.
+The text of a TPU program is its schedule. `timeline` walks through the schedule and adds up the
+estimated cycles. An asynchronous collective runs in the background between its start and its
+end. At the end of the collective the program waits for the remaining time. For a synchronous
+collective it waits for the entire time. Collectives within a slice run one after the other.
+Collectives between slices also run one after the other, in parallel with those within a slice.
 """
 
 import functools
@@ -22,41 +23,34 @@ _OPERATION = re.compile(r'op_name="([^"]*)"')
 
 
 class Event(NamedTuple):
-    """A collective in the schedule; seconds are of one run of the program.
-
-    Attributes:
-      name: name of the instruction.
-      collective: the collective; `count` is the number of executions.
-      operation: the operation of the program that it comes from; '' if unknown.
-      algorithm: the compiler's strategy and the sizes of its rings; '' if unknown.
-      seconds: time on the network.
-      exposed: time for which the computation waits.
-    """
+    """A collective in the schedule; seconds are per run of the program."""
 
     name: str
-    collective: Collective
-    operation: str
-    algorithm: str
-    seconds: float
-    exposed: float
+    collective: Collective  # the collective; `count` is the number of executions
+    operation: str  # the program's operation that caused the collective; '' if unknown
+    algorithm: str  # the compiler's strategy and ring sizes; '' if unknown
+    seconds: float  # time on the network
+    exposed: float  # time for which the computation waits
+
+    def repeated(self, times: int) -> "Event":
+        """Returns the event in a loop with `times` iterations."""
+        return self._replace(
+            collective=self.collective._replace(count=times * self.collective.count),
+            seconds=times * self.seconds,
+            exposed=times * self.exposed,
+        )
 
 
 class Timeline(NamedTuple):
-    """Times of one run of a program, in seconds.
+    """Times of one run of a program, in seconds."""
 
-    Attributes:
-      compute: time of the computation.
-      exposed: time for which the computation waits for the network.
-      events: the collectives, in the order of the schedule.
-    """
-
-    compute: float
-    exposed: float
-    events: tuple[Event, ...]
+    compute: float  # computation time
+    exposed: float  # time for which the computation waits for the network
+    events: tuple[Event, ...]  # the collectives, in the order of the schedule
 
     @property
     def seconds(self) -> float:
-        """Time of the program."""
+        """Total time of the program."""
         return self.compute + self.exposed
 
     @property
@@ -68,15 +62,15 @@ class Timeline(NamedTuple):
 def timeline(
     program: Program, cycle_seconds: float, seconds: Callable[[Collective], float]
 ) -> Timeline:
-    """Returns the times of a program.
+    """Returns the times of a TPU program.
 
-    A loop's collectives do not overlap with what is outside of the loop. Of a conditional, the
-    longest branch is taken.
+    Collectives in a loop do not overlap with computation outside of the loop. A conditional takes
+    its longest branch.
 
     Args:
       program: a TPU program.
-      cycle_seconds: seconds of an estimated cycle.
-      seconds: gives the time of one execution of a collective.
+      cycle_seconds: duration of an estimated cycle.
+      seconds: returns the time of one execution of a collective.
 
     Raises:
       ValueError: a loop's number of iterations is unknown.
@@ -97,82 +91,61 @@ def _walk(
     of: Callable[[str], Timeline],
 ) -> Timeline:
     clock = compute = exposed = 0.0
-    # When the network within the slice, and that between slices, is free again.
+    # Times at which the network within the slice and the network between slices are free again.
     free = {False: 0.0, True: 0.0}
     events: list[Event] = []
-    # Of an asynchronous collective under way: when it ends, and the place of its event.
-    under_way: dict[str, tuple[float, int]] = {}
+    # End time and event index of each asynchronous collective in progress.
+    in_progress: dict[str, tuple[float, int]] = {}
 
-    def wait(end: float, place: int | None) -> None:
+    def wait(end: float, index: int | None) -> None:
         nonlocal clock, exposed
         waited = max(0.0, end - clock)
         clock, exposed = clock + waited, exposed + waited
-        if place is not None:
-            events[place] = events[place]._replace(exposed=events[place].exposed + waited)
+        if index is not None:
+            events[index] = events[index]._replace(exposed=events[index].exposed + waited)
 
     for instruction in computation.instructions.values():
         own = instruction.cycles() * cycle_seconds
         compute, clock = compute + own, clock + own
         if instruction.opcode in ("while", "conditional", "call"):
-            times, inner = _inner(instruction, computation, program, of)
-            compute, exposed = compute + times * inner.compute, exposed + times * inner.exposed
-            clock += times * inner.seconds
-            events += [
-                event._replace(
-                    collective=event.collective._replace(count=times * event.collective.count),
-                    seconds=times * event.seconds,
-                    exposed=times * event.exposed,
-                )
-                for event in inner.events
-            ]
+            times, called = program.called(instruction, computation, lambda name: of(name).seconds)
+            inner = [of(name) for name in called]
+            computed = sum(each.compute for each in inner)
+            waited = sum(each.exposed for each in inner)
+            compute, exposed = compute + times * computed, exposed + times * waited
+            clock += times * (computed + waited)
+            events += [event.repeated(times) for each in inner for event in each.events]
             continue
-        if (ended := _ended(instruction, computation, program, under_way)) is not None:
-            wait(*under_way.pop(ended))
+        if (ended := _ended(instruction, computation, program, in_progress)) is not None:
+            wait(*in_progress.pop(ended))
             continue
         for found in _started(instruction, computation, program):
             taken = seconds(found)
             between = instruction.opcode == "send"
             free[between] = max(clock, free[between]) + taken
-            text = _text(instruction, program)
-            operation, algorithm = _OPERATION.search(text), _ALGORITHM.search(text)
-            events.append(
-                Event(
-                    instruction.name,
-                    found,
-                    operation[1] if operation else "",
-                    f"{algorithm[1]} {algorithm[2].replace(',', ' x ')}" if algorithm else "",
-                    taken,
-                    0.0,
-                )
-            )
+            events.append(_event(instruction, program, found, taken))
             if (key := _key(instruction, program)) is not None:
-                under_way[key] = free[between], len(events) - 1
+                in_progress[key] = free[between], len(events) - 1
             else:
                 wait(free[between], len(events) - 1)
-    for end, place in under_way.values():
-        wait(end, place)
+    for end, index in in_progress.values():
+        wait(end, index)
     return Timeline(compute, exposed, tuple(events))
 
 
-def _inner(
-    instruction: Instruction,
-    computation: Computation,
-    program: Program,
-    of: Callable[[str], Timeline],
-) -> tuple[int, Timeline]:
-    """Returns how often an instruction runs what it calls, and the times of one run."""
-    if instruction.opcode == "while":
-        parts = [of(name) for key in ("body", "condition") for name in instruction.attribute(key)]
-        if not any(part.seconds for part in parts):
-            return 0, Timeline(0.0, 0.0, ())
-        return program.turns(instruction, computation), Timeline(
-            sum(part.compute for part in parts),
-            sum(part.exposed for part in parts),
-            tuple(event for part in parts for event in part.events),
-        )
-    keys = ("branch_computations", "true_computation", "false_computation", "to_apply", "calls")
-    called = [of(name) for key in keys for name in instruction.attribute(key)]
-    return 1, max(called, key=lambda part: part.seconds)
+def _event(
+    instruction: Instruction, program: Program, collective: Collective, seconds: float
+) -> Event:
+    text = _text(instruction, program)
+    operation, algorithm = _OPERATION.search(text), _ALGORITHM.search(text)
+    return Event(
+        name=instruction.name,
+        collective=collective,
+        operation=operation[1] if operation else "",
+        algorithm=f"{algorithm[1]} {algorithm[2].replace(',', ' x ')}" if algorithm else "",
+        seconds=seconds,
+        exposed=0.0,
+    )
 
 
 def _started(
@@ -191,7 +164,7 @@ def _started(
 
 
 def _text(instruction: Instruction, program: Program) -> str:
-    """Returns an instruction's text with that of the computation it fuses or starts."""
+    """Returns an instruction's text, including the computation that it fuses or starts."""
     texts = [instruction.rest]
     if instruction.opcode in ("fusion", "async-start"):
         texts += [
@@ -203,7 +176,7 @@ def _text(instruction: Instruction, program: Program) -> str:
 
 
 def _key(instruction: Instruction, program: Program) -> str | None:
-    """Returns by what the end of an asynchronous collective knows it; None for one that is not."""
+    """Returns the key that links an asynchronous collective to its end; None if it is synchronous."""
     if instruction.opcode.endswith("-start"):
         return instruction.name
     if instruction.opcode == "send":
@@ -220,26 +193,26 @@ def _ended(
     instruction: Instruction,
     computation: Computation,
     program: Program,
-    under_way: dict[str, tuple[float, int]],
+    in_progress: dict[str, tuple[float, int]],
 ) -> str | None:
     """Returns the key of the collective that an instruction ends; None if it ends none."""
     if instruction.opcode == "recv-done":
-        # What comes back of a transfer to other slices.
+        # End of a transfer between slices.
         key = _rendezvous(computation.instructions[instruction.operands()[0]])
-        return key if key in under_way else None
+        return key if key in in_progress else None
     if instruction.opcode.endswith("-done"):
         name = instruction.operands()[0]
-        while name not in under_way:
+        while name not in in_progress:
             before = computation.instructions[name]
-            # Between an async-start and its end, updates pass the same collective on.
+            # Async-updates may lie between an async-start and its end.
             if before.opcode != "async-update":
                 return None
             name = before.operands()[0]
         return name
-    if under_way and instruction.opcode == "fusion":
+    if in_progress and instruction.opcode == "fusion":
         text = _text(instruction, program)
         channel = _CHANNEL.search(text)
-        if '"AsyncCollectiveDone"' in text and channel and channel[1] in under_way:
+        if '"AsyncCollectiveDone"' in text and channel and channel[1] in in_progress:
             return channel[1]
     return None
 

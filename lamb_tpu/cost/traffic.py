@@ -1,4 +1,4 @@
-"""Traffic between the devices of a compiled program, read from its optimized HLO."""
+"""Traffic between the devices of a compiled program, extracted from its optimized HLO."""
 
 import math
 import re
@@ -9,7 +9,7 @@ import numpy as np
 
 from lamb_tpu.cost.hlo import Array, Computation, Instruction, Program, parse
 
-KINDS = (
+TYPES = (
     "all-reduce",
     "reduce-scatter",
     "all-gather",
@@ -18,7 +18,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# Of a transfer to other slices: its type, and the slices and devices of each that take part.
+# A transfer to other slices: the participating slices and devices, and its type.
 _BETWEEN_SLICES = re.compile(
     r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"'
 )
@@ -28,8 +28,8 @@ Groups = tuple[tuple[int, ...], ...]
 class Collective(NamedTuple):
     """One operation in which devices exchange data."""
 
-    kind: str  # one of `KINDS`
-    groups: Groups  # devices by their place in the program; for a permutation, (from, to) pairs
+    kind: str  # one of `TYPES`
+    groups: Groups  # device indices in the program; for a permutation, (from, to) pairs
     arrays: tuple[Array, ...]  # operands of each device
     count: int  # type: ignore[assignment]  # number of executions in one run of the program
 
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """HLO's name of the operands' dtype; 'bf16+f32' if they have several."""
+        """HLO's name of the operands' dtype; for example 'bf16+f32' if there are several."""
         return "+".join(sorted({array.dtype for array in self.arrays}))
 
     @property
@@ -57,20 +57,20 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """Lower bound of the bytes that a device sends in one execution.
+        """Lower bound on the bytes that a device sends in one execution.
 
-        With n devices it is 2 (n - 1) / n of the operand for an all-reduce, (n - 1) / n for a
-        reduce-scatter, and n - 1 times the operand for an all-gather.
+        With n devices it is 2 (n - 1) / n times the operand for an all-reduce, (n - 1) / n times
+        for a reduce-scatter, and n - 1 times for an all-gather.
         """
         others, size = self.group_size - 1, self.operand_bytes
         if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
-            # An all-reduce sends as much as a reduce-scatter and an all-gather of the parts.
+            # An all-reduce sends as much as a reduce-scatter and an all-gather of the shards.
             return (2 if self.kind == "all-reduce" else 1) * size * others // (others + 1)
         return size * others if self.kind == "all-gather" else size
 
 
-class Row(NamedTuple):
-    """Sums over collectives of the same kind, group size and dtype; bytes are of one device."""
+class TrafficRow(NamedTuple):
+    """Sums over collectives of the same type, group size and dtype; bytes are per device."""
 
     kind: str
     group_size: int
@@ -82,12 +82,12 @@ class Row(NamedTuple):
 
 
 def collectives(hlo: str) -> list[Collective]:
-    """Returns every collective of a compiled program, in the order of the text.
+    """Returns all collectives in the text of a compiled program, in the program's order.
 
-    An asynchronous collective is counted where it starts. Collectives inside the TPU compiler's
-    fusions are found too: a fused all-reduce of which each device keeps a part runs as a
-    reduce-scatter and is returned as one, and padding that the compiler adds is counted. An
-    all-reduce followed by a slice outside of a fusion stays an all-reduce.
+    An asynchronous collective counts where it starts. Collectives inside the TPU compiler's fusions
+    are included. If a fusion slices each device's shard out of an all-reduce, the TPU runs a
+    reduce-scatter, which is returned. An all-reduce followed by a slice outside of a fusion is
+    returned as an all-reduce. The bytes include padding that the compiler adds.
 
     >>> [reduced] = collectives('''HloModule f, num_partitions=4
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -96,9 +96,6 @@ def collectives(hlo: str) -> list[Collective]:
     ... }''')
     >>> reduced.kind, reduced.groups, reduced.operand_bytes, reduced.sent_bytes
     ('all-reduce', ((0, 1), (2, 3)), 32, 32)
-
-    Args:
-      hlo: `as_text()` of a compiled program.
 
     Raises:
       ValueError: the text is not an HLO module, or a loop with collectives has an unknown number of
@@ -121,7 +118,8 @@ def collectives(hlo: str) -> list[Collective]:
 def sent_by_dtype(found: Iterable[Collective]) -> dict[str, int]:
     """Returns the bytes that a device sends in one run of a program, by HLO's name of the dtype.
 
-    An operation on several arrays counts each in its dtype. The largest comes first.
+    If an operation has arrays of several dtypes, each array counts under its own dtype. The largest
+    sum comes first.
     """
     sums: dict[str, int] = {}
     for one in found:
@@ -132,27 +130,23 @@ def sent_by_dtype(found: Iterable[Collective]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
-def table(found: Iterable[Collective]) -> list[Row]:
-    """Returns rows of collectives of the same kind, group size and dtype, largest traffic first."""
+def table(found: Iterable[Collective]) -> list[TrafficRow]:
+    """Returns one row per type, group size and dtype of collectives, largest traffic first."""
     totals: dict[tuple[str, int, str], list[int]] = {}
     for one in found:
         total = totals.setdefault((one.kind, one.group_size, one.dtype), [0, 0, 0, 0])
         for index, size in enumerate((1, one.operand_bytes, one.result_bytes, one.sent_bytes)):
             total[index] += one.count * size
-    rows = [Row(*key, *total) for key, total in totals.items()]
+    rows = [TrafficRow(*key, *total) for key, total in totals.items()]
     return sorted(rows, key=lambda row: (-row.sent_bytes, row))
 
 
 def collectives_of(
     instruction: Instruction, computation: Computation, program: Program, started: bool = False
 ) -> Iterator[Collective]:
-    """Collectives that one execution of an instruction performs or starts.
+    """Yields the collectives that one execution of an instruction performs or starts.
 
-    Args:
-      instruction: an instruction of `computation`.
-      computation: a function of `program`.
-      program: the program.
-      started: whether it is part of a fusion that starts an asynchronous collective.
+    `started`: the instruction is in a fusion that starts an asynchronous collective.
     """
     if instruction.opcode == "fusion":
         for name in instruction.attribute("calls"):
@@ -160,8 +154,9 @@ def collectives_of(
             parts = inner.instructions.values()
             starts = started or any('"AsyncCollectiveStart"' in part.rest for part in parts)
             for part in parts:
-                # An asynchronous collective is copied into the matrix products that overlap with
-                # it and into its end: these copies do not count.
+                # The compiler copies an asynchronous collective into the fusions of the matrix
+                # products that overlap with it, and into the fusion that ends it. These copies do
+                # not count.
                 taken_on = '"async_collective_fusion_config"' in part.rest and not starts
                 if not taken_on:
                     yield from collectives_of(part, inner, program, starts)
@@ -169,7 +164,7 @@ def collectives_of(
     if instruction.opcode == "send" and (between := _BETWEEN_SLICES.search(instruction.rest)):
         yield _between_slices(instruction, computation, program, *between.groups())
     kind = instruction.opcode.removesuffix("-start")
-    if kind in KINDS:
+    if kind in TYPES:
         # The TPU compiler writes a fused reduce-scatter as an all-reduce and a slice.
         if kind == "all-reduce" and _keeps_part(instruction, computation):
             kind = "reduce-scatter"
@@ -182,19 +177,20 @@ def _between_slices(
 ) -> Collective:
     """Returns a collective between slices, which the compiler writes as a transfer by the hosts.
 
-    The program is that of one slice; devices of the next slices are counted on from its own.
+    The program describes the devices of one slice; the indices of the devices in further slices
+    follow.
     """
     ends = [list(map(int, part.split(":"))) for part in slices.split(",")]
     count, own = sum(part[-1] - part[0] + 1 for part in ends), program.num_devices
     groups = tuple(tuple(range(first, count * own, own)) for first in range(own))
     kind = transfer.lower().replace("_", "-")
     arrays = computation.instructions[send.operands()[0]].arrays()
-    # Anything else is from one slice to another.
-    return Collective(kind if kind in KINDS else "collective-permute", groups, tuple(arrays), 1)
+    # Any other transfer is from one slice to another.
+    return Collective(kind if kind in TYPES else "collective-permute", groups, tuple(arrays), 1)
 
 
 def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
-    """Returns whether the same fusion cuts each device's part out of an all-reduce."""
+    """Returns whether the same fusion slices each device's shard out of an all-reduce."""
     names = {reduction.name}
     for instruction in computation.instructions.values():
         if instruction.operands()[:1] and instruction.operands()[0] in names:
@@ -208,6 +204,8 @@ def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
 def replica_groups(attributes: str, num_devices: int) -> Groups:
     """Parses a collective's groups of devices, in any of the compiler's notations.
 
+    An empty list of groups means all devices.
+
     >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
     ((0, 2), (1, 3))
     >>> replica_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}", 4)
@@ -215,16 +213,12 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
     >>> replica_groups("source_target_pairs={{0,1},{1,0}}", 2)
     ((0, 1), (1, 0))
 
-    Args:
-      attributes: the instruction's text.
-      num_devices: number of the program's devices; an empty list of groups means all of them.
-
     Raises:
       ValueError: there are no groups, or they are in an unknown notation.
     """
     found = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = found[1] if found else ""
-    # In these notations: '{}', all devices; '{{0,1},{2,3}}'; '[2,2]<=[4]', an iota cut into groups;
+    # The notations are '{}', all devices; '{{0,1},{2,3}}'; '[2,2]<=[4]', an iota cut into groups;
     # and axes of a mesh by name.
     if text.startswith("{}"):
         return (tuple(range(num_devices)),)
@@ -236,7 +230,7 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
     elif mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text):
         groups = _on_mesh(*mesh.groups())
     else:
-        raise ValueError(f"no replica groups are known from {attributes[:200]!r}")
+        raise ValueError(f"{attributes[:200]!r} has no replica groups in a known notation")
     return tuple(tuple(group) for group in groups.tolist())
 
 
@@ -245,7 +239,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _counted(text: str) -> np.ndarray:
-    """Parses '[2,4]T(1,0)', an iota of that shape, transposed, or a list; returns it flat."""
+    """Parses '[2,4]T(1,0)', a transposed iota of shape (2, 4), or a list; returns a flat array."""
     tiles = re.match(r"\[([\d,]+)\](?:T\(([\d,]+))?", text)
     if not tiles:
         return np.array(_numbers(text))
@@ -255,12 +249,12 @@ def _counted(text: str) -> np.ndarray:
 
 
 def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
-    """Groups along the axes `within` of a mesh: 'a', or 'b':(2)3, the last 3 of b as 2 x 3."""
+    """Parses groups along mesh axes, such as 'a', or 'b':(2)3: the second axis of b, split into 2 x 3."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     # Axis -> the coordinate of every device along it.
     places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
-    own = np.zeros_like(next(iter(places.values())))  # the place of a device within its group
-    # A part of an axis is one digit of the coordinate, which is moved to the place in the group.
+    own = np.zeros_like(next(iter(places.values())))  # index of a device within its group
+    # A subaxis is one digit of the coordinate. Move it from there to the index within the group.
     for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", within):
         size = int(size or sizes[name])
         after = sizes[name] // (int(before or 1) * size)
@@ -269,5 +263,5 @@ def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
         own = own * size + digit
     others = np.ravel_multi_index([*places.values()], [*sizes.values()])
     numbers = np.arange(len(own)) if ids is None else _counted(ids)
-    # Sorted by the coordinates that a group's members share, then by the place within the group.
+    # Sort by the coordinates that the members of a group share, then by the index within the group.
     return numbers[np.lexsort((own, others))].reshape(len(set(others.tolist())), -1)

@@ -1,1 +1,1 @@
-"""The command `critical_batch`: short branches of a run at several batches."""
+"""The command `critical_batch`: measures a run's critical batch size by short branches of the run."""

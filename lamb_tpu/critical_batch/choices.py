@@ -1,4 +1,4 @@
-"""Options of the command, checked, and what they mean for a run: places, batches, lengths."""
+"""Checks the options of the command and derives positions, batch sizes and lengths from them."""
 
 import itertools
 import json
@@ -7,20 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.critical_batch.branch import default_scaling, measured_at
+from lamb_tpu.errors import UserError, naming, out_of_range, unknown
 from lamb_tpu.optim import durations
-from lamb_tpu.run.branch import measured_at, own_scaling
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.evaluator import metric_names
-from lamb_tpu.run.recipe import Recipe, naming
+from lamb_tpu.run.recipe import Recipe
 
-# A checkpoint must be within this part of the run from the place that is asked for.
+# Maximum distance of a checkpoint from a requested position, as a fraction of the run.
 _NEAR = 0.01
-_LEAST_UPDATES = 4  # of the branch at the largest factor
-_MEASURED = ("losses", "rate_factor")  # what a record has beside its key
+_LEAST_UPDATES = 4  # minimum length of the branch at the largest factor
+_MEASURED = ("losses", "rate_factor")  # fields of a record that are not in its key
 
 
-class Request(NamedTuple):
+class StudyRequest(NamedTuple):
     """Options of the command; see its --help."""
 
     at: str
@@ -34,15 +34,14 @@ class Request(NamedTuple):
 
 
 class Study(NamedTuple):
-    """Branches to train, with every choice made.
+    """Branches to train, with all defaults filled in.
 
     Attributes:
       starts: completed updates of the checkpoints, ascending.
-      factors: batches in batches of the run, ascending from 1.
-      at: when each branch is measured, see `branch.measured_at`; the last is its length.
-      scaling: how the learning rate follows the batch.
+      factors: multiples of the run's batch size, ascending from 1.
+      at: updates after which each branch is measured, see `branch.measured_at`; the last one ends it.
       seeds: seeds of the orders of the examples.
-      split: split whose loss is measured.
+      split: split on which the loss is measured.
       metric: name of the loss.
     """
 
@@ -55,7 +54,7 @@ class Study(NamedTuple):
     metric: str
 
     def branches(self) -> list[dict[str, Any]]:
-        """Returns what tells each branch from all others, in the order of training."""
+        """Returns the fields that identify each branch, in the order of training."""
         return [
             {
                 "step": start,
@@ -73,87 +72,70 @@ class Study(NamedTuple):
 
 
 def key_of(record: Mapping[str, Any]) -> str:
-    """Returns the key of a branch, the same for its record."""
-    chosen = {name: value for name, value in record.items() if name not in _MEASURED}
-    return json.dumps(chosen, sort_keys=True)
+    """Returns the key of a branch or of its record."""
+    key = {name: value for name, value in record.items() if name not in _MEASURED}
+    return json.dumps(key, sort_keys=True)
 
 
-def check(request: Request) -> list[int]:
-    """Returns the factors, after checking every option that needs no run.
-
-    Raises:
-      UserError: an option has a mistake.
-    """
+def check(request: StudyRequest) -> list[int]:
+    """Checks every option that needs no run, and returns the factors."""
     if not 0 < request.tolerance < math.inf:
-        raise UserError(
-            f"--tolerance is {request.tolerance}; it must be above 0, such as 0.01 for a loss one "
-            "percent higher"
+        raise out_of_range(
+            "--tolerance",
+            request.tolerance,
+            "a number above 0, such as 0.01 for a loss one percent higher",
         )
     if request.seeds < 1:
-        raise UserError(f"--seeds is {request.seeds}; it must be at least 1")
-    places(request.at)
+        raise out_of_range("--seeds", request.seeds, "at least 1")
+    positions(request.at)
     with naming("--span"):
         durations.parse(request.span)
-    parts = [part.strip() for part in request.factors.split(",")]
-    found = [int(part) if re.fullmatch("[0-9]{1,9}", part) else 0 for part in parts]
-    ascend = all(low < high for low, high in itertools.pairwise(found))
-    if found[0] != 1 or len(found) < 2 or not ascend:
-        raise UserError(
-            f"--factors is {request.factors!r}; it must be whole numbers that ascend from 1, such "
-            "as 1,2,4,8"
-        )
-    return found
+    texts = [text.strip() for text in request.factors.split(",")]
+    factors = [int(text) if re.fullmatch("[0-9]{1,9}", text) else 0 for text in texts]
+    is_ascending = all(low < high for low, high in itertools.pairwise(factors))
+    if factors[0] != 1 or len(factors) < 2 or not is_ascending:
+        problem = "does not ascend from 1"
+        raise UserError("--factors", request.factors, problem, "use whole numbers such as 1,2,4,8")
+    return factors
 
 
-def places(text: str) -> list[durations.Duration]:
-    """Returns the durations of --at; one without a unit has that of the next.
+def positions(text: str) -> list[durations.Duration]:
+    """Parses the durations of --at; a duration without a unit has the unit of the next duration.
 
-    >>> print(*places('10, 30 percent, 2 epochs'), sep=' | ')
+    >>> print(*positions('10, 30 percent, 2 epochs'), sep=' | ')
     10 percent | 30 percent | 2 epochs
-
-    Raises:
-      UserError: one of them is no duration.
     """
-    found: list[durations.Duration] = []
+    result: list[durations.Duration] = []
     for part in reversed(text.split(",")):
-        if found and len(part.split()) == 1:
-            part = f"{part} {found[0].unit}"
+        if result and len(part.split()) == 1:
+            part = f"{part} {result[0].unit}"
         with naming("--at"):
-            found.insert(0, durations.parse(part))
-    return found
+            result.insert(0, durations.parse(part))
+    return result
 
 
-def choose(run: Run, request: Request, factors: Sequence[int], there: Sequence[int]) -> Study:
-    """Returns the branches that a request asks of a run.
+def choose(
+    run: Run, request: StudyRequest, factors: Sequence[int], checkpoints: Sequence[int]
+) -> Study:
+    """Returns the branches that a request requires.
 
-    Args:
-      run: the run.
-      request: the options.
-      factors: result of `check`.
-      there: completed updates of the run's checkpoints, ascending.
-
-    Raises:
-      UserError: no checkpoint is near a place, branches are too short, overlap or go on beyond the
-        run, or the evaluation has no such loss.
+    `factors` are those of `check`; `checkpoints` are the ascending updates of the run's checkpoints.
     """
     length = span(request.span, factors, run.recipe)
     return Study(
-        starts(request.at, there, length, run.recipe),
-        factors,
-        measured_at(length, factors),
-        request.scaling or own_scaling(run.config),
-        [run.config.seed + number for number in range(request.seeds)],
-        request.split or run.config.data.eval_split,
-        _loss(metric_names(run), request.metric),
+        starts=starts(request.at, checkpoints, length, run.recipe),
+        factors=factors,
+        at=measured_at(length, factors),
+        scaling=request.scaling
+        or default_scaling(run.spec.schedule.scaling, run.spec.optimizer.name),
+        seeds=[run.spec.seed + number for number in range(request.seeds)],
+        split=request.split or run.spec.data.eval_split,
+        metric=_loss(metric_names(run), request.metric),
     )
 
 
 def span(text: str, factors: Sequence[int], recipe: Recipe) -> int:
-    """Returns the length of a branch in updates of the run, a multiple of every factor.
-
-    Raises:
-      UserError: the largest factor has too few updates in it.
-    """
+    """Returns the length of a branch in updates of the run, a multiple of every factor."""
     updates = durations.parse(text).whole_steps(
         recipe.batch_size, recipe.num_examples, recipe.total_steps
     )
@@ -161,47 +143,44 @@ def span(text: str, factors: Sequence[int], recipe: Recipe) -> int:
     rounded = math.ceil(updates / unit) * unit
     if rounded // largest < _LEAST_UPDATES:
         least = math.ceil(_LEAST_UPDATES * largest / unit) * unit
-        raise UserError(
-            f"--span is {text!r}, in which a branch at {largest} times the batch has "
-            f"{rounded // largest} updates and needs at least {_LEAST_UPDATES}; give at least "
-            f"'{least} steps', or smaller --factors"
-        )
+        problem = f"gives a branch at {largest} times the batch only {rounded // largest} updates"
+        remedy = f"use at least '{least} steps', or smaller --factors"
+        raise UserError("--span", text, problem, remedy)
     return rounded
 
 
-def starts(text: str, there: Sequence[int], length: int, recipe: Recipe) -> list[int]:
-    """Returns the updates of the checkpoints nearest to the places of --at, ascending.
-
-    Raises:
-      UserError: a place has no checkpoint near it, or no room for a branch.
-    """
-    total, found = recipe.total_steps, list[int]()
-    for place in places(text):
-        wanted = place.steps(recipe.batch_size, recipe.num_examples, total)
-        nearest = min(there, key=lambda step: abs(step - wanted))
+def starts(text: str, checkpoints: Sequence[int], length: int, recipe: Recipe) -> list[int]:
+    """Returns the updates of the checkpoints nearest to the positions of --at, ascending."""
+    total, result = recipe.total_steps, list[int]()
+    for position in positions(text):
+        wanted = position.steps(recipe.batch_size, recipe.num_examples, total)
+        nearest = min(checkpoints, key=lambda step: abs(step - wanted))
         if abs(nearest - wanted) > max(1.0, _NEAR * total):
-            listed = ", ".join(f"{step:,} ({100 * step / total:.3g} percent)" for step in there)
+            known = ", ".join(
+                f"{step:,} ({100 * step / total:.3g} percent)" for step in checkpoints
+            )
             raise UserError(
-                f"--at has '{place}', which is update {wanted:,.0f}, and the run has no checkpoint "
-                f"within {_NEAR:.0%} of its length from there; it has those of updates {listed}, "
-                "and a run with --config.checkpoint.keep_every='10 percent' keeps some all along"
+                "--at",
+                str(position),
+                f"is update {wanted:,.0f}, far from the checkpoints, which are at updates {known}",
+                "use one of them, or a run with --config.checkpoint.keep_every='10 percent'",
             )
         if nearest + length > total:
             raise UserError(
-                f"--at has '{place}', and a branch of {length:,} updates from the checkpoint of "
-                f"update {nearest:,} would go on beyond the run's last, {total:,}; give an earlier "
-                "place, or a shorter --span"
+                "--at",
+                str(position),
+                f"has a branch of {length:,} updates from update {nearest:,} on, but the run has {total:,}",
+                "use an earlier position, or a shorter --span",
             )
-        # See `branch.widened`: one program serves all places.
-        near = [start for start in found if abs(start - nearest) < length]
-        if near:
+        # One program serves all positions, so branches must not overlap; see `branch.widened`.
+        overlapping = [start for start in result if abs(start - nearest) < length]
+        if overlapping:
+            problem = f"starts a branch of {length:,} updates at {nearest:,}, too near to {overlapping[0]:,}"
             raise UserError(
-                f"--at has '{place}', whose checkpoint of update {nearest:,} is less than a "
-                f"branch, {length:,} updates, from that of update {near[0]:,}; leave one out, or "
-                "give a shorter --span"
+                "--at", str(position), problem, "leave one out, or give a shorter --span"
             )
-        found.append(nearest)
-    return sorted(found)
+        result.append(nearest)
+    return sorted(result)
 
 
 def _loss(names: Sequence[str], name: str | None) -> str:
@@ -209,8 +188,7 @@ def _loss(names: Sequence[str], name: str | None) -> str:
     if name is None and losses:
         return losses[0]
     if name not in losses:
-        raise UserError(
-            f"--metric is {name!r}; the losses of this run's evaluation are: "
-            f"{', '.join(losses) or 'none'}"
+        raise unknown(
+            "--metric", name, losses or ["a metric that is a loss (this evaluation has none)"]
         )
     return name

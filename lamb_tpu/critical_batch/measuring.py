@@ -1,25 +1,25 @@
-"""Training of the branches that are missing, their records, and the critical batches."""
+"""Trains missing branches, records their losses, and derives the critical batch sizes."""
 
 import dataclasses
 import json
 import math
+import pathlib
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
 from lamb_tpu import data, trust
 from lamb_tpu.batching.critical import Critical, Excess, critical, excess
-from lamb_tpu.config import unflatten
-from lamb_tpu.critical_batch.choices import Request, Study, check, choose, key_of
+from lamb_tpu.critical_batch.branch import Branches
+from lamb_tpu.critical_batch.choices import Study, StudyRequest, check, choose, key_of
 from lamb_tpu.critical_batch.progress import BranchProgress
 from lamb_tpu.errors import UserError
 from lamb_tpu.run.batches import has_agvm
-from lamb_tpu.run.branch import Branches
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.evaluator import make_evaluator
+from lamb_tpu.spec import Config, changed, of_flat
 from lamb_tpu.store import programs, runs
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.metrics import read_records
@@ -27,14 +27,12 @@ from lamb_tpu.store.metrics import read_records
 RECORDS = "critical_batch.jsonl"
 
 
-class Row(NamedTuple):
-    """The outcome at one place of the run.
+class PositionOutcome(NamedTuple):
+    """The outcome at one position of the run, after `step` updates.
 
     Attributes:
-      step: completed updates of the checkpoint.
-      excesses: excess of the loss at each factor; 0 at the first.
-      critical: the critical batch.
-      noise_scale: that of the nearest record, in examples; None in a run without.
+      excesses: for each factor, the excess over the loss at the first factor; 0 for the first factor.
+      noise_scale: noise scale of the nearest record, in examples; None if none is recorded.
     """
 
     step: int
@@ -44,80 +42,50 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a study.
-
-    Attributes:
-      run: the run.
-      study: the branches.
-      tolerance: largest excess that was allowed.
-      rows: the outcome at each place.
-      noise: pairs (completed updates, noise scale in examples) of the run's records.
-    """
+    """The outcome of a study; `noise` has pairs (completed updates, noise scale in examples)."""
 
     run: Run
     study: Study
     tolerance: float
-    rows: list[Row]
+    rows: list[PositionOutcome]
     noise: list[tuple[int, float]]
 
 
 def measure(
-    config: ConfigDict | None, workdir: str, request: Request, trust_workdir: bool = False
+    config: Config | None, workdir: str, request: StudyRequest, trust_workdir: bool = False
 ) -> Outcome:
     """Trains the branches that have no record in the run's folder, and records their losses.
 
-    Args:
-      config: the config that the run was started with; None reads it from the workdir.
-      workdir: folder of the run.
-      request: what to measure.
-      trust_workdir: whether a config that is read from the workdir may name any custom code, see
-        `lamb_tpu.trust`.
-
-    Raises:
-      UserError: a mistake, found before anything compiles; or a branch at the run's own batch has
-        diverged.
+    If `config` is None, it is read from the workdir; it may then name custom code only from the user's
+    own modules, unless `trust_workdir` is true (see `lamb_tpu.trust`). Raises a UserError
+    before anything compiles, or if a branch at the run's own batch size diverges.
     """
     if jax.process_count() > 1:
         raise UserError(
-            f"there are {jax.process_count()} processes, and branches are trained by one; start "
-            "one on one machine, with --num_processes=1"
+            "--num-processes",
+            jax.process_count(),
+            "is more than the one process that trains branches",
+            "use --num-processes=1 on one machine",
         )
     factors = check(request)
     files = runs.read(workdir)
     folder = files.folder
     if not folder.has_checkpoint():
-        raise UserError(f"--workdir {folder.path} has no checkpoint yet")
+        raise UserError(
+            f"--workdir {folder.path}",
+            problem="has no checkpoint yet",
+            remedy="train the run until it has one",
+        )
     if config is None:
         if not trust_workdir:
-            trust.check(files.config, folder.config, "--trust_workdir")
-        config = unflatten(files.config)
+            trust.check(files.config, folder.config, "--trust-workdir")
+        config = of_flat(files.config)
     run = prepare(config, workdir)
-    if run.recipe.path is not None:
-        raise UserError(
-            f"--workdir {folder.path} holds a run whose batch changes by config.batch_rule "
-            f"{config.batch_rule.name!r}; branches are at multiples of one batch size"
-        )
-    if has_agvm(config):
-        raise UserError(
-            f"--workdir {folder.path} holds a run under config.optimizer.agvm, which needs the "
-            "gradients of two halves of each batch; branches do not measure them"
-        )
-    if run.exchange is not None and run.exchange.keeps_residual:
-        raise UserError(
-            f"--workdir {folder.path} holds a run with config.parallel.exchange.name="
-            f"{config.parallel.exchange.name!r}, whose error of compression depends on the batch; "
-            "branches need 'float32' or 'bfloat16'"
-        )
-    if run.train_set.streams is not None:
-        raise UserError(
-            f"--workdir {folder.path} is of {data.title(run.train_set)}, whose batch is the number "
-            "of its streams of text: a branch at another batch would read other text, so branches "
-            "cannot measure its critical batch"
-        )
+    _check_run(run, folder.path)
     with (
         folder.hold(),
         programs.kept_in(folder.path),
-        Checkpoints(folder.checkpoints, config.checkpoint.keep, writes=False) as checkpoints,
+        Checkpoints(folder.checkpoints, run.spec.checkpoint.keep, writes=False) as checkpoints,
     ):
         study = choose(run, request, factors, checkpoints.steps())
         losses = _train(run, checkpoints, study)
@@ -130,27 +98,58 @@ def measure(
     for start in study.starts:
         nearest = min(noise, key=lambda point: abs(point[0] - start), default=None)
         excesses = _excesses(study, start, losses)
-        found = critical(
-            [factor * config.batch_size for factor in factors],
+        critical_batch = critical(
+            [factor * run.spec.batch_size for factor in factors],
             [each.mean for each in excesses],
             request.tolerance,
         )
-        rows.append(Row(start, excesses, found, nearest and nearest[1]))
-    return Outcome(run, study, request.tolerance, rows, noise)
+        rows.append(PositionOutcome(start, excesses, critical_batch, nearest and nearest[1]))
+    return Outcome(run=run, study=study, tolerance=request.tolerance, rows=rows, noise=noise)
+
+
+def _check_run(run: Run, folder: pathlib.Path) -> None:
+    """Rejects a run for which branches cannot measure the critical batch size."""
+    spec, problem, remedy = run.spec, "", ""
+    if run.recipe.path is not None:
+        problem = f"holds a run whose batch changes by config.batch_rule {spec.batch_rule.name!r}"
+        remedy = "use a run with a constant batch size"
+    elif has_agvm(spec):
+        problem = "holds a run under config.optimizer.agvm, which needs statistics of each batch"
+        remedy = "use a run without it, because branches do not measure these statistics"
+    elif run.exchange is not None and run.exchange.keeps_residual:
+        problem = (
+            f"holds a run with config.parallel.exchange.name={spec.parallel.exchange.name!r}, "
+            "whose compression error depends on the batch"
+        )
+        remedy = "use a run with the exchange 'float32' or 'bfloat16'"
+    elif run.train_set.streams is not None:
+        problem = (
+            f"holds a run on {data.title(run.train_set)}, where the batch size is the number of "
+            "text streams, so a branch at another batch would read other text"
+        )
+        remedy = "use a run on another data set"
+    if problem:
+        raise UserError(f"--workdir {folder}", problem=problem, remedy=remedy)
 
 
 def _train(run: Run, checkpoints: Checkpoints, study: Study) -> dict[str, float]:
-    """Trains the branches that have no record; returns the loss of each branch by its key."""
+    """Trains the branches that have no record; returns the losses of all branches by key."""
     assert run.folder is not None
     path = run.folder.path / RECORDS
     records = {key_of(record): record for record in read_records(path)} if path.exists() else {}
-    due = [branch for branch in study.branches() if key_of(branch) not in records]
-    if due:
+    missing = [branch for branch in study.branches() if key_of(branch) not in records]
+    if missing:
         measured = _with_split(run, study.split)
-        branches = Branches(run, checkpoints, study.starts, study.factors, study.scaling)
+        branches = Branches(
+            run=run,
+            checkpoints=checkpoints,
+            starts=study.starts,
+            factors=study.factors,
+            rule=study.scaling,
+        )
         evaluate = make_evaluator(measured)
-        with BranchProgress(len(due), study.at[-1] * run.config.batch_size) as progress:
-            for branch in due:
+        with BranchProgress(len(missing), study.at[-1] * run.spec.batch_size) as progress:
+            for branch in missing:
                 progress.begins(branch["step"], branch["factor"])
                 losses = branches.losses(
                     branch["step"],
@@ -170,38 +169,37 @@ def _train(run: Run, checkpoints: Checkpoints, study: Study) -> dict[str, float]
                     RECORDS, "".join(f"{json.dumps(record)}\n" for record in records.values())
                 )
                 progress.ended(statistics.fmean(losses))
-    return {key_of(branch): _loss(records[key_of(branch)]) for branch in study.branches()}
-
-
-def _loss(record: Mapping[str, Any]) -> float:
-    return statistics.fmean(map(float, record["losses"]))
+    return {
+        key: statistics.fmean(map(float, records[key]["losses"]))
+        for key in map(key_of, study.branches())
+    }
 
 
 def _with_split(run: Run, split: str) -> Run:
-    """Returns the run with the evaluation set of a split."""
-    if split == run.config.data.eval_split:
+    if split == run.spec.data.eval_split:
         return run
     assert run.folder is not None
-    config = run.config.copy_and_resolve_references()
-    config.data.eval_split = split
+    spec = changed(run.spec, {"data.eval_split": split})
 
     def load(name: str, split: str, training: bool, **options: Any) -> data.Source:
         return run.train_set if training else data.load(name, split, training=False, **options)
 
-    other = prepare(config, run.folder.path, training=False, load=load)
+    other = prepare(spec, run.folder.path, training=False, load=load)
     return dataclasses.replace(run, eval_set=other.eval_set)
 
 
 def _excesses(study: Study, start: int, losses: Mapping[str, float]) -> list[Excess]:
-    """Returns the excess of each factor at a place."""
-    of: dict[int, list[float]] = {factor: [] for factor in study.factors}
+    by_factor: dict[int, list[float]] = {factor: [] for factor in study.factors}
     for branch in study.branches():
         if branch["step"] == start:
-            of[branch["factor"]].append(losses[key_of(branch)])
-    for loss in of[1]:
+            by_factor[branch["factor"]].append(losses[key_of(branch)])
+    for loss in by_factor[1]:
         if not 0 < loss < math.inf:
             raise UserError(
-                f"--at: from update {start:,} a branch at the run's own batch has a {study.metric} "
-                f"of {loss}, with which no other can be compared; leave this place out"
+                "--at",
+                f"{start} steps",
+                f"has a branch at the run's own batch size with a {study.metric} of {loss}, to which "
+                "no other loss can be compared",
+                "leave this position out",
             )
-    return [excess(of[factor], of[1]) for factor in study.factors]
+    return [excess(by_factor[factor], by_factor[1]) for factor in study.factors]

@@ -1,4 +1,4 @@
-"""Progress of branches: a bar on a terminal, a line for each branch elsewhere."""
+"""Progress of branches: a bar on a terminal, or else a line per branch."""
 
 import sys
 import time
@@ -11,20 +11,16 @@ from lamb_tpu.watch.progress import format_seconds
 
 
 class BranchProgress:
-    """Progress on stderr, in examples a second with time left. Use as a context manager.
+    """Context manager that shows progress on stderr, in examples per second with the time left.
 
-    The rate is the mean since the first branch began, with compilation and evaluation.
-
-    Args:
-      branches: number of branches.
-      examples: examples of one branch.
+    The rate is the mean since the first branch began, including compilation and evaluation.
     """
 
     def __init__(self, branches: int, examples: int) -> None:
         self._branches, self._total = branches, branches * examples
         self._ended = self._examples = 0
         self._name = ""
-        console = Console(stderr=True)
+        console = Console(file=sys.stderr)
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -50,29 +46,29 @@ class BranchProgress:
             self._bar.stop()
 
     def begins(self, step: int, factor: int) -> None:
-        """Names the branch that is trained next: from which update, at which factor."""
+        """Announces the next branch, by its first update and its factor."""
         self._name = f"branch {self._ended + 1}/{self._branches}: update {step:,}, x{factor}"
         if self._bar is not None:
             self._bar.update(self._task, description=self._name)
 
     def trained(self, examples: int) -> None:
-        """Counts the examples of an update."""
+        """Adds the examples of an update to the progress."""
         self._examples += examples
         if self._bar is not None:
             rate = f"{self._rate():,.0f} examples/s"
             self._bar.update(self._task, advance=examples, rate=rate)
 
     def ended(self, loss: float) -> None:
-        """Tells the loss of the branch."""
+        """Prints the loss of the branch."""
         self._ended += 1
-        told = f"{self._name}: loss {loss:.5g}"
+        text = f"{self._name}: loss {loss:.5g}"
         if self._bar is not None:
             # Text such as ':train:' must not become an emoji.
-            self._bar.console.print(terminal.fit(told), markup=False, emoji=False)
+            self._bar.console.print(terminal.fit(text), markup=False, emoji=False)
             return
         left = format_seconds((self._total - self._examples) / self._rate())
-        told = f"{told}; {self._rate():,.0f} examples/s, {left} left"
-        print(terminal.fit(told), file=sys.stderr, flush=True)
+        text = f"{text}; {self._rate():,.0f} examples/s, {left} left"
+        print(terminal.fit(text), file=sys.stderr, flush=True)
 
     def _rate(self) -> float:
         return self._examples / max(time.monotonic() - self._began, 1e-9)

@@ -1,21 +1,21 @@
 """Checks of batches on the host: values in range, finite numbers, declared shapes and dtypes.
 
-A field is checked by its minimum and maximum, which takes microseconds. A batch whose extremes are
-in range is correct; only for another one the example is searched.
+A field is checked by its minimum and maximum, which takes microseconds. Only if the minimum or the
+maximum is out of range are the values searched for the example to report.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lamb_tpu import own
+from lamb_tpu import custom
 from lamb_tpu.data.source import Batch, FieldSpec, Source, title
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, out_of_range
 
-MASK = "mask"  # a field of evaluation batches: examples where it is 0 do not count
-# Arrays reach the devices as float32.
+MASK = "mask"  # a field of evaluation batches; examples with mask 0 do not count
+# The largest finite float32: devices hold floating-point arrays as float32.
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -23,22 +23,23 @@ class Range(NamedTuple):
     """Valid values of a field.
 
     Attributes:
-      low, high: the least and the greatest value; both are valid.
+      low, high: the least and the greatest valid value.
       meaning: what the values are, for messages, such as "the classes of the model".
-      whole: whether only whole numbers are valid, for masks of floating-point numbers.
-      counted: returns, from a batch, where values count, in a shape that broadcasts to the field's;
-        None: everywhere. Values elsewhere, such as labels of padding, may be anything.
+      integer: whether floating-point values must be integers, as in masks.
+      counted: returns the elements of a batch's field to check, bool, in a shape that broadcasts to
+        the field's shape. Other elements, such as the labels of padding, are not checked. If
+        `counted` is None, all elements are checked.
     """
 
     low: float
     high: float
     meaning: str
-    whole: bool = False
+    integer: bool = False
     counted: Callable[[Batch], np.ndarray] | None = None
 
 
 Ranges = Mapping[str, Range]
-ZERO_OR_ONE = Range(0, 1, "0 where something does not count and 1 where it does", whole=True)
+ZERO_OR_ONE = Range(0, 1, "0 for padding and 1 elsewhere", integer=True)
 _FINITE = Range(-LARGEST, LARGEST, "finite as float32")
 
 
@@ -47,11 +48,11 @@ class Check:
 
     Args:
       source: the data set.
-      split: name of its split, for messages.
-      ranges: valid values of some fields, see `Task.field_ranges`. Other fields of floating-point
-        numbers must be finite.
-      finite: False for a run that may skip updates with a gradient that is not finite: NaN and
-        infinity then pass.
+      split: name of the split, for messages.
+      ranges: valid values of some fields, see `tasks.field_ranges`. Other floating-point fields must
+        be finite.
+      finite: False accepts NaN and infinity, for a run that may skip updates whose gradient is not
+        finite.
     """
 
     def __init__(self, source: Source, split: str, ranges: Ranges, finite: bool = True) -> None:
@@ -61,32 +62,27 @@ class Check:
         self._ranges = {MASK: ZERO_OR_ONE, **ranges}
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int | None = None) -> Batch:
-        """Gathers examples from the source and checks them.
-
-        Args:
-          indices: int (n,); see `Source.gather`.
-          epochs: see `Source.gather`; None leaves them out, as an evaluation does.
+        """Gathers examples (see `gather`) and checks them.
 
         Raises:
           UserError: a value is out of range, a shape or dtype is not as declared, or the code of a
-            custom data set fails.
+            custom data set raises an error.
         """
         batch = gather(self._source, indices, epochs)
         if not isinstance(batch, Mapping):
-            raise UserError(
-                f"gather of {self._title} returns {type(batch).__name__}; it must return a dict "
-                "of arrays"
-            )
-        arrays = {field: np.asarray(values) for field, values in batch.items()}
+            problem = f"returns {type(batch).__name__}"
+            raise UserError(f"gather of {self._title}", ..., problem, "return a dict of arrays")
+        try:
+            arrays = {field: np.asarray(values) for field, values in batch.items()}
+        except ValueError as error:  # ragged nested lists
+            problem = f"returns no array for the examples {_listed(indices)} ({error})"
+            remedy = "return a dict of arrays"
+            raise UserError(f"gather of {self._title}", ..., problem, remedy) from None
         self(arrays, indices)
         return arrays
 
     def __call__(self, batch: Batch, indices: np.ndarray) -> None:
-        """Checks a batch of the examples `indices`, int (n,).
-
-        Raises:
-          UserError: see `read`.
-        """
+        """Checks a batch of the examples `indices`, int (n,); raises like `read`."""
         rows = len(indices)
         if batch.keys() != self._spec.keys() or any(
             batch[field].shape != (rows, *spec.shape) or batch[field].dtype != spec.dtype
@@ -103,22 +99,20 @@ class Check:
             if bound is None and values.dtype.kind == "f":
                 bound = _FINITE
             if bound is not None and values.dtype.kind in "iuf" and values.size:
-                # A comparison with NaN, which both return if there is any, is False.
+                # If any value is NaN, both results are NaN, and comparisons with NaN are False.
                 low = np.minimum.reduce(values, axis=None)
                 high = np.maximum.reduce(values, axis=None)
                 if not (bound.low <= low and high <= bound.high) or (
-                    bound.whole and values.dtype.kind == "f"
+                    bound.integer and values.dtype.kind == "f"
                 ):
                     self._search(field, bound, batch, indices)
 
     def examine(self, batch: Batch, indices: np.ndarray) -> None:
-        """Checks a batch after whose update a number is not finite, more strictly than a new one.
+        """Raises a UserError if a batch may be the cause of a NaN or infinity after its update.
 
-        It also rejects values whose square overflows float32, and, where the task declares no
-        range, values outside the classes or the vocabulary of the data set.
-
-        Raises:
-          UserError: a value may have caused it.
+        This is stricter than the check of every batch: it also rejects values whose square
+        overflows float32 and, if the task declares no range, values outside the data set's classes
+        or vocabulary.
         """
         self._check_values(batch, indices, finite=True)
         vocabulary, classes = self._source.vocabulary, self._source.num_classes
@@ -136,7 +130,7 @@ class Check:
                 self._search(field, bound, batch, indices)
 
     def _check_specs(self, batch: Batch, indices: np.ndarray) -> None:
-        # A set for evaluation may add `mask`, which `element_spec` does not list.
+        # An evaluation set may add `mask`, which `element_spec` does not list.
         extra = {MASK: FieldSpec((), np.dtype(np.float32))} if MASK in batch else {}
         declared = {**extra, **self._spec}
         for field in sorted({*batch, *declared}):
@@ -149,17 +143,15 @@ class Check:
                 or values.shape != shape
                 or (values.dtype != spec.dtype and field != MASK)
             ):
-                raise UserError(
-                    f"field {field!r} of {self._title} is {_text(values)} in the batch of examples "
-                    f"{_listed(indices)}, and element_spec declares {_text(spec, len(indices))}; "
-                    "gather must return what element_spec declares"
-                )
+                problem = f"is {_text(values)} for the examples {_listed(indices)}"
+                remedy = f"return {_text(spec, len(indices))}, as element_spec declares"
+                raise UserError(f"field {field!r} of {self._title}", ..., problem, remedy)
 
     def _search(self, field: str, bound: Range, batch: Batch, indices: np.ndarray) -> None:
-        """Raises for the first value out of range that counts, if there is one."""
+        """Raises a UserError for the first checked value that is out of range, if there is one."""
         values = batch[field]
         wrong = ~((values >= bound.low) & (values <= bound.high))
-        if bound.whole:
+        if bound.integer:
             wrong |= values != np.floor(values)
         if bound.counted is not None:
             wrong &= bound.counted(batch)
@@ -167,39 +159,97 @@ class Check:
             rows = np.asarray(batch[MASK]) > 0
             wrong &= rows.reshape(-1, *(1 for _ in values.shape[1:]))
         if wrong.any():
-            self._reject(field, bound, values, np.argwhere(wrong)[0], indices)
+            position = np.argwhere(wrong)[0].tolist()
+            row, *within = position
+            where = f"[{', '.join(map(str, within))}]" if within else ""
+            raise self._error(
+                f"{field}{where} of example {int(indices[row])}", values[tuple(position)], bound
+            )
 
-    def _reject(
-        self, field: str, bound: Range, values: np.ndarray, place: np.ndarray, indices: np.ndarray
-    ) -> NoReturn:
-        row, *within = (int(index) for index in place)
-        where = f"[{', '.join(map(str, within))}]" if within else ""
-        allowed = f"{bound.low:.6g} to {bound.high:.6g}, {bound.meaning}"
+    def _error(self, key: str, number: np.generic, bound: Range) -> UserError:
+        value = number.item()
+        numbers = "an integer from " * bound.integer
+        allowed = f"{numbers}{bound.low:.6g} to {bound.high:.6g}, {bound.meaning}"
         if bound is _FINITE:
             allowed = bound.meaning
         elif bound.high >= LARGEST:
-            finite = " and finite" if values.dtype.kind == "f" else ""
+            finite = " and finite" if number.dtype.kind == "f" else ""
             allowed = f"at least {bound.low:.6g}{finite}, {bound.meaning}"
-        raise UserError(
-            f"{field}{where} of example {int(indices[row])} of {self._title} is "
-            f"{values[tuple(place)].item():.6g}; it must be {allowed}; correct the data set"
-        )
+        shown = value if isinstance(value, int) else float(f"{value:.6g}")
+        key = f"{key} of {self._title}"
+        return UserError(key, shown, f"is not {allowed}", "correct the data set")
+
+
+def check_options(options: Any, **bounds: tuple[float, float]) -> None:
+    """Raises a UserError if a field of a data set's options is not within its bounds."""
+    for name, (least, most) in bounds.items():
+        value = getattr(options, name)
+        if not least <= value <= most:
+            valid = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise out_of_range(f"config.data.options.{name}", value, valid)
+
+
+def check_same_form(trained: Source, evaluated: Source) -> None:
+    """Raises a UserError if a field's rank or type of number differs between two custom sets.
+
+    Sizes may differ, because some networks are evaluated on larger images; see `split_difference`.
+    """
+    if _is_stream(trained, evaluated):
+        return
+    for field in sorted(trained.element_spec.keys() & evaluated.element_spec.keys()):
+        first, second = trained.element_spec[field], evaluated.element_spec[field]
+        if len(first.shape) != len(second.shape) or _type(first) != _type(second):
+            raise _differing(field, trained, evaluated)
+
+
+def split_difference(trained: Source, evaluated: Source) -> UserError | None:
+    """Returns an error if the evaluation set lacks a field or has it in another shape, else None.
+
+    Only for custom sets. Dtypes are not compared: `check_same_form` has compared the types of number.
+    """
+    if _is_stream(trained, evaluated):
+        return None
+    first, second = trained.element_spec, evaluated.element_spec
+    for field in sorted(first):
+        if field not in second or first[field].shape != second[field].shape:
+            return _differing(field, trained, evaluated)
+    return None
+
+
+def _is_stream(trained: Source, evaluated: Source) -> bool:
+    # A training example is one window of a stream; an evaluation example is a stream with all windows.
+    return trained.streams is not None or evaluated.streams is not None
+
+
+def _differing(field: str, trained: Source, evaluated: Source) -> UserError:
+    first, second = (source.element_spec.get(field) for source in (trained, evaluated))
+    return UserError(
+        f"field {field!r}",
+        problem=f"is {_text(second)} in config.data.eval_split ({title(evaluated)}) and "
+        f"{_text(first)} in config.data.train_split ({title(trained)})",
+        remedy="use splits with the same fields, shapes and dtypes, or correct the data set",
+    )
+
+
+def _type(spec: FieldSpec) -> str:
+    return {"u": "i"}.get(spec.dtype.kind, spec.dtype.kind)
 
 
 def gather(source: Source, indices: np.ndarray, epochs: np.ndarray | int | None = None) -> Batch:
-    """Returns examples of a source; an error in the code of a custom one is a UserError.
+    """Gathers examples, see `Source.gather`; `epochs` is None in an evaluation.
 
-    Threads that read ahead call it. An exit that ended such a thread would leave the run waiting.
+    An error in the code of a custom source becomes a UserError, because a SystemExit in a thread
+    that reads ahead would leave the run waiting.
     """
-    with own.calling(title(source), failures=True):
+    with custom.calling(title(source), failures=True):
         return source.gather(indices) if epochs is None else source.gather(indices, epochs)
 
 
-def _text(found: np.ndarray | FieldSpec | None, rows: int | None = None) -> str:
-    if found is None:
-        return "missing" if rows is None else "no such field"
-    shape = found.shape if rows is None else (rows, *found.shape)
-    return f"{found.dtype}{list(shape)}"
+def _text(value: np.ndarray | FieldSpec | None, rows: int | None = None) -> str:
+    if value is None:
+        return "missing" if rows is None else "no field of this name"
+    shape = value.shape if rows is None else (rows, *value.shape)
+    return f"{value.dtype}{list(shape)}"
 
 
 def _listed(indices: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""The data set inside the package: 1,797 scans of handwritten digits (files/README.md)."""
+"""The bundled digits data set: 1,797 scans of handwritten digits (files/README.md)."""
 
 import functools
 from importlib import resources
@@ -12,17 +12,13 @@ NUM_TRAIN = 1437  # the first scans; the last 360 are the test split
 
 
 def load_digits(split: str) -> ArraySource:
-    """Loads a split: `image` uint8 (8, 8, 1) with values 0 to 16, `label` int32.
-
-    Raises:
-      UserError: `split` is not TFDS split syntax over `train` and `test`.
-    """
+    """Loads a split: `image` uint8 (n, 8, 8, 1) with values 0 to 16, `label` int32 (n,)."""
     arrays = _arrays()
     num_test = len(arrays["label"]) - NUM_TRAIN
     first = {"train": 0, "test": NUM_TRAIN}
-    parts = slices("digits", split, {"train": NUM_TRAIN, "test": num_test})
-    indices = np.concatenate([first[name] + np.arange(start, stop) for name, start, stop in parts])
-    # Indexing by an array copies, so no caller can change the cached arrays.
+    ranges = slices("digits", split, {"train": NUM_TRAIN, "test": num_test})
+    indices = np.concatenate([first[name] + np.arange(start, stop) for name, start, stop in ranges])
+    # Indexing by an array copies, so callers cannot change the cached arrays.
     chosen = {field: array[indices] for field, array in arrays.items()}
     return ArraySource(f"digits:{split}", chosen, num_classes=10)
 

@@ -1,4 +1,4 @@
-"""Evaluation batches: every example exactly once, with padding of the last batch masked."""
+"""Evaluation batches: every example exactly once, with the padding of the last batch masked."""
 
 from collections.abc import Iterator
 
@@ -15,16 +15,12 @@ def eval_batches(
     """Yields this process's rows of the batches that cover the source once, in order.
 
     Global batch `b` holds examples `[b * batch_size, (b + 1) * batch_size)`. Every process yields
-    the same number of batches, all of one shape. Places beyond the last example hold example 0 with
-    mask 0. They hold a real example, because a model may give NaN on zeros, and 0 * NaN would spoil
-    the sum.
+    the same number of batches, all of one shape. Rows after the last example repeat example 0 with
+    mask 0. The padding is a real example, because a model may return NaN for zeros, and 0 * NaN is
+    NaN.
 
     Args:
-      source: the examples.
-      batch_size: number of examples in a batch over all processes.
-      rows: places within a batch, each in 0 ... `batch_size - 1`, that this process takes, in this
-        order; None for all.
-      check: check of every batch; None: batches are not checked.
+      source, batch_size, rows, check: see `TrainLoader`.
 
     Returns:
       Iterator of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
@@ -33,14 +29,14 @@ def eval_batches(
     within = np.arange(batch_size) if rows is None else rows
 
     def fetch(number: int) -> Batch:
-        places = number * batch_size + within
-        present = places < len(source)
-        indices = np.where(present, places, 0)
+        positions = number * batch_size + within
+        present = positions < len(source)
+        indices = np.where(present, positions, 0)
         batch = gather(source, indices) if check is None else check.read(indices)
         mask = present.astype(np.float32)
         return {**batch, "mask": mask * batch["mask"] if "mask" in batch else mask}
 
-    # Rounded up, and the same for every process: all take part in each step's collectives.
+    # Each process yields the same number of batches, because all take part in a step's collectives.
     num_batches = -(-len(source) // batch_size)
     if source.in_memory:
         return map(fetch, range(num_batches))

@@ -1,4 +1,4 @@
-"""Training batches: an endless, seeded stream whose only state is the number of examples read."""
+"""Training batches: an endless, seeded stream; its only state is the number of examples read."""
 
 import functools
 import sys
@@ -11,36 +11,36 @@ from lamb_tpu.data.checking import Check, gather
 from lamb_tpu.data.order import bucketed_order, example_order, global_indices
 from lamb_tpu.data.source import Batch, Source, title, zeros
 from lamb_tpu.data.stream import run_ahead
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, out_of_range
 
 
 class TrainLoader:
-    """Endless iterator over this process's share of the training batches.
+    """Endless iterator over this process's rows of the training batches.
 
-    A batch of B examples holds the next B global positions of the stream described in `order.py`; a
-    process gathers those of its rows. Batches cross epochs, so nothing is dropped or repeated. The
-    examples of a batch and their order depend neither on the number of processes nor on the sizes
-    of the batches before it.
+    A batch of B examples is read from the next B global positions of the stream in `order.py`. Each
+    process gathers the examples of its rows. Batches may cross epochs, so no example is dropped or
+    repeated. The examples and their order depend neither on the number of processes nor on the sizes
+    of earlier batches.
 
-    A source of streams is not shuffled: global position i is example i % num_examples, so that each
-    row of a batch goes on in the batch after it. Batches must have one row of each stream then.
+    A source with `streams` is not shuffled: global position i is example i % num_examples, so that
+    each row continues in the next batch. Every batch must then have one row for each stream.
 
-    Where the source has buckets, each batch of `batch_size` has examples of like lengths, and its
-    padding is cut to what the longest needs. The order is then a function of that size too.
+    If the source has buckets, each batch of `batch_size` has examples of similar length, and its
+    padding is trimmed to its largest bucket. The order then also depends on `batch_size`.
 
     Args:
       source: the examples.
-      batch_size: number of examples in a batch over all processes, unless `take` gets another.
+      batch_size: number of examples in a batch over all processes; `take` can set another number.
       seed: seed of the order, 0 to 2**64 - 1.
-      rows: places within a batch, each in 0 ... `batch_size - 1`, whose examples this process
-        gathers, in this order; None for all.
-      check: check of every batch; None: batches are not checked.
+      rows: indices of the rows within a batch, each in 0 ... `batch_size - 1`, whose examples this
+        process gathers, in this order; None for all.
+      check: checks every batch; None skips the checks.
 
     Attributes:
-      examples: number of examples that have been taken from the stream, over all processes.
+      examples: number of examples taken from the stream so far, over all processes.
 
     Raises:
-      UserError: a size or the seed is out of range.
+      UserError: `batch_size` or `seed` is out of range.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class TrainLoader:
         check: Check | None = None,
     ):
         if batch_size < 1:
-            raise UserError(f"the batch size must be at least 1, found {batch_size}")
+            raise out_of_range("batch_size", batch_size, "at least 1")
         if not 0 <= seed < 2**64:
-            raise UserError(f"seed must lie in 0..2**64-1, found {seed}")
+            raise out_of_range("seed", seed, "0 to 2**64-1")
         self._source = source
         self._batch_size = batch_size
         self._seed = seed
         self._rows = rows
         self._gather = functools.partial(gather, source) if check is None else check.read
-        # Two epochs, because batches cross them.
+        # The orders of two epochs are cached, because a batch may cross from one to the next.
         self._order_of = (
             example_order
             if source.buckets is None
@@ -76,108 +76,112 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Takes the next `batch_size` examples."""
         return self.take(self._batch_size, self._rows)
 
     def take(self, count: int, rows: np.ndarray | None = None) -> Batch:
-        """Takes the next `count` examples of the stream.
+        """Takes the next `count` examples of the stream, each field stacked to (rows, *shape).
 
-        Args:
-          count: number of examples over all processes, at least 1.
-          rows: places in 0 ... `count - 1` whose examples this process gathers; None for all.
-
-        Returns:
-          Every field of the source, stacked to (rows, *shape).
+        This process gathers the examples of the row indices `rows`, in 0 ... `count - 1`; None for
+        all. Raises a UserError if the source has another number of streams than `count`.
         """
         if count < 1:
-            raise ValueError(f"count must be at least 1, found {count}")
+            raise ValueError(f"count={count} must be at least 1")
         if self._source.streams not in (None, count):
-            raise UserError(
-                f"a batch of {count} examples is asked for, and {title(self._source)} has "
-                f"{self._source.streams} streams; a batch must have one example of each"
-            )
+            problem = f"differs from the {self._source.streams} streams of {title(self._source)}"
+            raise UserError("batch size", count, problem, f"use {self._source.streams}")
         if self._source.in_memory:
             batch = self._fetch(self.examples, count, rows)
         else:
-            # `rows` is compared by identity, so a caller must pass the same array to keep what was
-            # read ahead.
+            # `rows` is compared by identity, so callers must pass the same array to use the batches
+            # that were read ahead.
             same_as_before = self._ahead_of[0] == count and self._ahead_of[1] is rows
             if self._ahead is None or not same_as_before:
-                self._ahead = self._read_ahead(self.examples, count, rows)
+                start = self.examples
+                self._ahead = run_ahead(
+                    lambda number: self._fetch(start + number * count, count, rows), 0, sys.maxsize
+                )
                 self._ahead_of = (count, rows)
             batch = next(self._ahead)
         self.examples += count
         return batch
 
+    def take_several(self, number: int, count: int, rows: np.ndarray | None = None) -> Batch:
+        """Takes `number` batches as `take` does; stacks each field to (number, rows, *shape)."""
+        source = self._source
+        if source.in_memory and source.streams is None and source.buckets is None:
+            # The batches are adjacent in the stream, so all are gathered at once.
+            offsets = _offsets(number, count, rows)
+            fetched = self._fetch(self.examples, number * count, offsets.ravel())
+            self.examples += number * count
+            return {
+                name: value.reshape(*offsets.shape, *value.shape[1:])
+                for name, value in fetched.items()
+            }
+        batches = [self.take(count, rows) for _ in range(number)]
+        return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+    def take_indices(
+        self, number: int, count: int, rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Takes `number` batches, but returns only their indices and epochs, each (number, rows)."""
+        offsets = _offsets(number, count, rows)
+        indices, epochs, _ = self.indices(self.examples, number * count, offsets)
+        self.examples += number * count
+        return indices, epochs
+
     def skip(self, count: int, rows: np.ndarray | None = None) -> Batch:
         """Takes the next `count` examples without reading them; returns zeros of their shapes.
 
-        For a process of several that cannot read its examples, until all processes end.
+        Used by a process that cannot read its examples, until all processes end together.
         """
-        indices, _, bucket = self.places(self.examples, count, rows)
+        indices, _, bucket = self.indices(self.examples, count, rows)
         self.examples += count
         batch = zeros(self._source, len(indices))
         return batch if self._source.buckets is None else self._source.trim(batch, bucket)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position, and the source, size and seed it belongs to, as JSON values."""
+        """Returns the number of examples taken, the source's name and size, and the seed, for JSON."""
         return {"examples": self.examples, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where the loader that returned `state` was.
-
-        Raises:
-          UserError: `state` belongs to another source, size or seed.
-        """
+        """Continues where the loader of `state` stopped; the source and the seed must be the same."""
         for key, here in self._identity().items():
-            if state.get(key) != here:
-                raise UserError(
-                    f"the saved data position has {key} = {state.get(key)!r}, this run has "
-                    f"{here!r}; a run can only be resumed with the same {key}"
-                )
-        if "next_batch" in state:  # a checkpoint of 0.1.0 counts batches of one size
-            self.examples = int(state["next_batch"]) * int(state["global_batch_size"])
-        else:
-            self.examples = int(state["examples"])
-        # Batches that were read ahead belong to the old position.
+            if (saved := state.get(key)) != here:
+                subject, remedy = f"{key} of the saved data position", f"resume with the same {key}"
+                raise UserError(subject, saved, f"differs from {here!r} in this run", remedy)
+        self.examples = int(state["examples"])
+        # Batches read ahead belong to the old position.
         self._ahead = None
 
     def _identity(self) -> dict[str, Any]:
-        # The batch size is left out: batches of several sizes are one stream.
+        # The batch size is left out, because batches of all sizes read the same stream.
         return {"source": self._source.name, "num_examples": len(self._source), "seed": self._seed}
 
-    def _read_ahead(self, start: int, count: int, rows: np.ndarray | None) -> Iterator[Batch]:
-        """Yields batches of `count` examples from `start` on, read ahead by threads."""
-
-        def fetch(number: int) -> Batch:
-            return self._fetch(start + number * count, count, rows)
-
-        return run_ahead(fetch, 0, sys.maxsize)
-
-    def places(
+    def indices(
         self, start: int, count: int, rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns indices and epochs of the examples that `take` reads from position `start` on.
+        """Returns indices and epochs of the examples that `take` reads from global position `start`.
 
-        Args:
-          start: number of examples taken before, over all processes.
-          count, rows: see `take`.
-
-        Returns:
-          Indices and epochs, (rows,), and the largest bucket of all `count` examples, 0 without.
+        Both have the shape of `rows`. The third value is the largest bucket among all `count`
+        examples; 0 without buckets.
         """
         stop = start + count
-        own = slice(None) if rows is None else rows
-        # One number for each example, because a batch may cross epochs.
+        local_rows = slice(None) if rows is None else rows
+        # Each example has its own epoch, because a batch may cross epochs.
         epochs, indices = np.divmod(np.arange(start, stop), len(self._source))
         if self._source.streams is None:
             indices = global_indices(self._seed, start, stop, len(self._source), self._order_of)
-        # By all examples of the batch, because every process must have the same shapes.
+        # The largest bucket of the global batch, because every process needs the same shapes.
         buckets = self._source.buckets
         bucket = 0 if buckets is None else int(buckets[indices].max())
-        return indices[own], epochs[own], bucket
+        return indices[local_rows], epochs[local_rows], bucket
 
     def _fetch(self, start: int, count: int, rows: np.ndarray | None) -> Batch:
-        indices, epochs, bucket = self.places(start, count, rows)
+        indices, epochs, bucket = self.indices(start, count, rows)
         batch = self._gather(indices, epochs)
         return batch if self._source.buckets is None else self._source.trim(batch, bucket)
+
+
+def _offsets(number: int, count: int, rows: np.ndarray | None) -> np.ndarray:
+    """Returns each row's offset in the stream from the start of the first batch, (number, rows)."""
+    return np.arange(number)[:, None] * count + (np.arange(count) if rows is None else rows)

@@ -1,4 +1,4 @@
-"""Preparation of a data set, once: from original files to ArrayRecord files."""
+"""Preparation of a data set: from original files to ArrayRecord files."""
 
 import contextlib
 import pathlib
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import checksums, resource
+from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import locks
@@ -17,19 +18,12 @@ _REACH_SECONDS = 5.0
 
 
 def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
-    """Prepares the builder's data set unless it is already prepared.
+    """Prepares the builder's data set unless it is prepared already.
 
     TFDS writes into a temporary folder and renames it at the end, so an interrupted preparation
-    leaves no data set behind. Several processes may call this at once: one prepares, and the others
-    wait.
-
-    Args:
-      builder: one of `builders.BUILDERS`.
-      source_dir: folder with the original files under their original names, each checked by size
-        and sha256; None downloads them.
-
-    Raises:
-      UserError: a file is missing or is not the original, or the network cannot be reached.
+    leaves no incomplete data set. If several processes call this at once, one prepares and the
+    others wait. `source_dir` has the original files under their original names; None downloads them.
+    Raises a UserError if a file is missing or was changed, or if the server cannot be reached.
     """
     if is_prepared(builder):
         return
@@ -40,27 +34,25 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
         if is_prepared(builder):
             return
         if builder.data_path.exists():
-            raise UserError(
-                f"data set {builder.name}: {builder.data_dir} is no prepared set, for it has no "
-                "dataset_info.json; delete it and prepare the set again"
-            )
+            problem = "has no dataset_info.json"
+            remedy = "delete the folder and prepare the set again"
+            raise UserError(f"{builder.data_dir} of data set {builder.name}", ..., problem, remedy)
         if source_dir is None:
             _check_reachable(builder)
-        # Checksums are verified, and the set is made of the original files, not fetched ready-made
-        # from Google's bucket.
+        # Verifies checksums, and prepares the set instead of copying a prepared set from Google's
+        # bucket.
         config = tfds.download.DownloadConfig(
             manual_dir=source_dir, force_checksums_validation=True, try_download_gcs=False
         )
         try:
             builder.download_and_prepare(download_config=config, file_format="array_record")
-        except (tfds.download.DownloadError, tfds.download.NonMatchingChecksumError) as error:
-            raise UserError(
-                f"data set {builder.name}: the download failed ({error}); {_give_folder(builder)}"
-            ) from error
+        except (tfds.download.DownloadError, NonMatchingChecksumError) as error:
+            key = f"the download of data set {builder.name}"
+            raise UserError(key, ..., f"failed ({error})", _give_folder(builder)) from error
 
 
 def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
-    # TFDS logs a warning about a missing folder, so existence is checked first.
+    # Checks first that the folder exists, because TFDS logs a warning if it is missing.
     return builder.data_path.exists() and builder.is_prepared()
 
 
@@ -68,21 +60,19 @@ def _check_files(builder: tfds.core.DatasetBuilder, folder: pathlib.Path) -> Non
     for url, expected in builder.url_infos.items():
         path = folder / expected.filename
         if not path.is_file():
-            raise UserError(
-                f"data set {builder.name}: {expected.filename} is missing in {folder}; "
-                f"get it from {url}"
+            problem = f"is missing, but data set {builder.name} needs it"
+            raise UserError(path, ..., problem, f"get it from {url}")
+        actual = checksums.compute_url_info(path)
+        if actual.checksum != expected.checksum:
+            has, needs = (
+                f"{info.checksum} ({int(info.size):,} bytes)" for info in (actual, expected)
             )
-        found = checksums.compute_url_info(path)
-        if found.checksum != expected.checksum:
-            raise UserError(
-                f"data set {builder.name}: {path} is not the original file: it has sha256 "
-                f"{found.checksum} ({int(found.size):,} bytes), expected {expected.checksum} "
-                f"({int(expected.size):,} bytes); get it again from {url}"
-            )
+            problem = f"has sha256 {has}, not {needs}, which data set {builder.name} needs"
+            raise UserError(path, ..., problem, f"get it again from {url}")
 
 
 def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
-    """Refuses an unreachable server within seconds; TFDS would retry for minutes."""
+    """Raises a UserError within seconds if the server is unreachable; TFDS would retry for minutes."""
     url = next((url for url in builder.url_infos if not _is_downloaded(builder, url)), None)
     if url is None:
         return
@@ -95,22 +85,20 @@ def _check_reachable(builder: tfds.core.DatasetBuilder) -> None:
         except OSError as error:
             outcome.put(str(error))
 
-    # In a thread, because the look-up of a host name has no timeout.
-    # A daemon thread, which does not keep the process alive while it hangs.
+    # Looking up a host name has no timeout, so this runs in a thread; a daemon thread does not keep
+    # the process alive while it hangs.
     threading.Thread(target=open_url, daemon=True).start()
     try:
         failure = outcome.get(timeout=_REACH_SECONDS)
     except queue.Empty:
         failure = f"no answer in {_REACH_SECONDS:.0f} s"
     if failure is not None:
-        raise UserError(
-            f"data set {builder.name} is not prepared in {builder.data_dir}, and {url} cannot be "
-            f"reached ({failure}); {_give_folder(builder)}"
-        )
+        problem = f"is not prepared in {builder.data_dir}, and {url} cannot be reached ({failure})"
+        raise UserError(f"data set {builder.name}", ..., problem, _give_folder(builder))
 
 
 def _is_downloaded(builder: tfds.core.DatasetBuilder, url: str) -> bool:
-    # `data_dir` is FOLDER/NAME/VERSION, and TFDS keeps files in FOLDER/downloads.
+    # `data_dir` is FOLDER/NAME/VERSION, and TFDS stores downloads in FOLDER/downloads.
     downloads = pathlib.Path(builder.data_dir).parents[1] / "downloads"
     file_name = resource.get_dl_fname(url, builder.url_infos[url].checksum)
     return any((folder / file_name).exists() for folder in (downloads / builder.name, downloads))
@@ -123,13 +111,12 @@ def _give_folder(builder: tfds.core.DatasetBuilder) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
-    """Holds a lock file beside the data set; the system frees it even if the process is killed."""
-    # A bucket has no locks.
+    """Holds a lock next to the data set; the system releases it even if the process is killed."""
+    # Files in a bucket cannot be locked.
     if "://" in str(builder.data_dir):
-        raise UserError(
-            f"data set {builder.name} is not prepared in {builder.data_dir}, and can be prepared "
-            "in a local or mounted folder only"
-        )
+        problem = f"is not prepared in {builder.data_dir}"
+        remedy = "prepare it in a local or mounted folder"
+        raise UserError(f"data set {builder.name}", ..., problem, remedy)
     folder = pathlib.Path(builder.data_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
     with locks.hold(folder / ".preparing"):

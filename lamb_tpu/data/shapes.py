@@ -1,9 +1,10 @@
-"""Data sets by their published facts: fields, classes and numbers of examples, without any file.
+"""Data sets without their files: their fields, classes and numbers of examples, as published.
 
-A plan needs the shapes of a batch and the number of examples, and reads none. The facts of MNIST,
-Fashion-MNIST and CIFAR-10 are those of TFDS's catalogue; ImageNet's those of its challenge of 2012;
-SQuAD's the questions in the two files of version 1.1; the Penn Treebank's the words of Mikolov's
-three files; Multi30k's and WMT'16's the pairs of each split, in batches of the greatest width.
+A plan needs the shapes of a batch and the number of examples, and reads no data. The sizes are from
+TFDS's catalogue for MNIST, Fashion-MNIST and CIFAR-10, and from the 2012 challenge for ImageNet.
+For SQuAD, the sizes are the numbers of questions in the two files of version 1.1; for the Penn
+Treebank, the sizes follow from the numbers of words in Mikolov's three files. An example of
+Multi30k or WMT'16 is a pair of sentences, padded to the greatest width.
 """
 
 from collections.abc import Mapping
@@ -12,36 +13,35 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lamb_tpu.data import registry
-from lamb_tpu.data.options import read_options
 from lamb_tpu.data.source import BaseSource, Batch, FieldSpec, Source, zeros
 from lamb_tpu.data.splits import slices
 from lamb_tpu.data.text import masked_lm, pair_source, ptb, streams
 from lamb_tpu.errors import UserError
 
-# The length of a set of unknown length, if nothing depends on it.
+# The length given to a set if its length is unknown and does not matter.
 _ANY_LENGTH = 10**6
 
 
-class _Facts(NamedTuple):
-    shape: tuple[int, ...]  # of a picture
+class _Details(NamedTuple):
+    shape: tuple[int, ...] | None  # shape of an image; None: (size, size, 3) with the option `size`
     num_classes: int
     lengths: dict[str, int]  # examples of each split
 
 
-_MNIST = _Facts((28, 28, 1), 10, {"train": 60_000, "test": 10_000})
-_CIFAR10 = _Facts((32, 32, 3), 10, {"train": 50_000, "test": 10_000})
-_PICTURES = {
+_MNIST = _Details((28, 28, 1), 10, {"train": 60_000, "test": 10_000})
+_CIFAR10 = _Details((32, 32, 3), 10, {"train": 50_000, "test": 10_000})
+_IMAGE_SETS = {
     "mnist": _MNIST,
     "fashion_mnist": _MNIST,
     "cifar10": _CIFAR10,
     "cifar10_jpeg": _CIFAR10,
+    "imagenet2012": _Details(None, 1000, {"train": 1_281_167, "validation": 50_000}),
 }
-_IMAGENET = {"train": 1_281_167, "validation": 50_000}
-_IMAGENET_CLASSES = 1000
-# A long context makes several windows of a question, so the sets are a little longer than this. The
-# number of the training file is recalled.
+# Questions in each file. The sets are a little longer, because a question about a long context has
+# several windows. The number for the training file is quoted from memory, not counted.
 _QUESTIONS = {"train-v1.1.json": 87_599, "dev-v1.1.json": 10_570}
-# WMT'16's are those of TFDS's catalogue, recalled. Long pairs are left out of training.
+# Pairs in each split. The numbers for WMT'16 are quoted from memory of TFDS's catalogue. Training
+# leaves out long pairs, so the training set is smaller.
 _PAIRS = {
     "multi30k": {"train": 29_000, "validation": 1_014, "test": 1_000, "test_2017": 1_000},
     "wmt16": {"train": 4_548_885, "validation": 2_169, "test": 2_999},
@@ -50,13 +50,12 @@ _INT32 = np.dtype(np.int32)
 
 
 class ShapeSource(BaseSource):
-    """A `Source` whose shapes and length are known, and whose examples are all zeros.
+    """A `Source` with known shapes, whose examples are all zeros.
 
-    Attributes:
-      counted: whether the length is that of the set; otherwise it is arbitrary.
+    `counted` says whether its length is known; otherwise the length is arbitrary.
     """
 
-    questions: tuple[Any, ...] = ()  # of question answering
+    questions: tuple[Any, ...] = ()  # read by the task question_answering
 
     def __init__(
         self,
@@ -88,47 +87,44 @@ def load_shapes(
     counted_by: str = "",
     **others: Any,
 ) -> Source:
-    """Returns a set that has the shapes of the one that `registry.load` loads, and reads no file.
+    """Returns a source with the shapes of the set that `registry.load` loads.
 
-    Embedded sets, a user's own, sets that only their files describe (`tfds:`), and `masked_lm`,
-    `squad`, `ptb` and `image_folder` in a given folder are loaded as for training.
+    No files are read, with these exceptions, which `registry.load` loads: bundled and custom sets;
+    `tfds:` sets, which only their files describe; and `masked_lm`, `squad`, `ptb`, `image_folder`,
+    `multi30k` and `wmt16` if `source_dir` is given.
 
     Args:
-      name, split, source_dir, options, training: see `registry.load`.
-      examples: number of training examples, for a set whose facts are not known.
-      counted_by: what needs the number of training examples, such as "config.duration is
-        '3 epochs'"; '' for nothing.
-      **others: the other arguments of `registry.load`.
+      name, split, source_dir, options, training, **others: see `registry.load`.
+      examples: number of training examples, for a set whose size is unknown.
+      counted_by: reason why the number of training examples is needed, such as "config.duration is
+        '3 epochs'"; '' if the number is not needed.
 
     Raises:
-      UserError: an option or a split is wrong, or the number of training examples is needed and not
-        known.
+      UserError: an option or the split is wrong, or the number of training examples is needed but
+        unknown.
     """
-    given = {"options": options, "training": training, "source_dir": source_dir, **others}
-    chosen: Any = None
-    if (
-        name in _PICTURES
-        or name == "imagenet2012"
-        or (name in ("masked_lm", "squad", "ptb", "image_folder", *_PAIRS) and source_dir is None)
-    ):
-        fixed = {"seed": 0} if name == "masked_lm" else {}
-        chosen = read_options(name, registry.options_type(name), options or {}, **fixed)
-    if chosen is None:
+    without_files = ("masked_lm", "squad", "ptb", "image_folder", *_PAIRS)
+    if name not in _IMAGE_SETS and (name not in without_files or source_dir is not None):
+        given = {"options": options, "training": training, "source_dir": source_dir, **others}
         return registry.load(name, split, **given)
+    chosen = registry.read_options(name, options or {})
     num_classes: int | None = None
     length: int | None = None
-    if name in _PICTURES or name == "imagenet2012":
-        facts = _PICTURES.get(name)
-        if facts is None:
-            size = (chosen.size, chosen.size, 3)
-            facts = _Facts(size, chosen.num_classes or _IMAGENET_CLASSES, _IMAGENET)
-        spec, num_classes = _picture(facts.shape), facts.num_classes
-        length = sum(stop - start for _, start, stop in slices(name, split, facts.lengths))
+    if name in _IMAGE_SETS:
+        details = _IMAGE_SETS[name]
+        spec = _image_spec(details.shape or (chosen.size, chosen.size, 3))
+        num_classes = getattr(chosen, "num_classes", 0) or details.num_classes
+        length = sum(stop - start for _, start, stop in slices(name, split, details.lengths))
     elif name == "image_folder":
-        spec, num_classes = _picture((chosen.size, chosen.size, 3)), chosen.num_classes or None
+        spec, num_classes = _image_spec((chosen.size, chosen.size, 3)), chosen.num_classes or None
     elif name == "ptb":
-        spec, length = _streams(split, chosen, training, others.get("batch_size", 1))
-        num_classes = ptb.VOCABULARY
+        ptb.check_split(split)
+        streams.check_options(chosen)
+        num_classes, total = ptb.VOCABULARY, ptb.NUM_WORDS[split]
+        spec, length = streams.eval_spec(total, chosen), chosen.eval_streams
+        if training:
+            batch_size, spec = others.get("batch_size", 1), streams.training_spec(chosen)
+            length = streams.count_examples(f"ptb:{split}", total, batch_size, chosen)
     elif name in _PAIRS:
         pair_source.check_options(chosen)
         spec = pair_source.element_spec(chosen.max_length, chosen.max_length)
@@ -141,28 +137,14 @@ def load_shapes(
     if training and length is None:
         length = examples
         if length is None and counted_by:
-            raise UserError(
-                f"{counted_by}, and the number of examples of data set {name} is not known "
-                "without its files; give --examples=N, or the folder of the files as "
-                "config.data.dir"
-            )
+            problem = f"is not known without its files, but is needed because {counted_by}"
+            remedy = "give --examples=N, or the folder with the files as config.data.dir"
+            raise UserError(f"the number of examples of data set {name}", ..., problem, remedy)
     return ShapeSource(f"{name}:{split}", spec, length, num_classes)
 
 
-def _picture(shape: tuple[int, ...]) -> dict[str, FieldSpec]:
+def _image_spec(shape: tuple[int, ...]) -> dict[str, FieldSpec]:
     return {"image": FieldSpec(shape, np.dtype(np.uint8)), "label": FieldSpec((), _INT32)}
-
-
-def _streams(
-    split: str, options: streams.Options, training: bool, batch_size: int
-) -> tuple[dict[str, FieldSpec], int]:
-    ptb.check_split(split)
-    streams.check_options(options)
-    total = ptb.NUM_WORDS[split]
-    if training:
-        length = streams.count_examples(f"ptb:{split}", total, batch_size, options)
-        return streams.training_spec(options), length
-    return streams.eval_spec(total, options), options.eval_streams
 
 
 def _windows(length: int, training: bool) -> dict[str, FieldSpec]:

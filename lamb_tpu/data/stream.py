@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
-import grain
-
 from lamb_tpu.data.source import Batch
 
-# An element is a whole batch, so a few are enough; more would only take memory.
-_READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
+_THREADS = 4
+_BATCHES = 4  # batches that are read ahead; more would only take memory
 
 
 def run_ahead(fetch: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
-    """Yields `fetch(start)` to `fetch(stop - 1)` in order; threads compute a few ahead."""
+    """Yields `fetch(start)` ... `fetch(stop - 1)` in order; threads compute a few in advance."""
+    import grain  # imported here: sets in memory do not need it
+
     numbers = grain.MapDataset.range(start, stop)
-    return iter(numbers.map(fetch).to_iter_dataset(_READ_OPTIONS))
+    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES)
+    return iter(numbers.map(fetch).to_iter_dataset(options))

@@ -1,1 +1,1 @@
-"""Files that users name and files that a run writes, with one-sentence errors."""
+"""Reading, writing and locking of files on this machine and in buckets."""

@@ -1,8 +1,8 @@
 """Paths and objects in a bucket of Google Cloud Storage, written gs://BUCKET/FOLDER.
 
-Such a path is an `etils.epath.Path`, which has those methods of `pathlib.Path` that need no file
-system of this machine. A write replaces an object whole, and a reader sees the old or the new one.
-There is no appending and no renaming, and a folder is only a common beginning of names.
+Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that need no local
+file system. A write replaces the full object, and a reader sees the old or the new object. Objects
+cannot be appended to or renamed, and a folder is only a common prefix of names.
 """
 
 import binascii
@@ -12,100 +12,143 @@ import functools
 import importlib.util
 import json
 import logging
+import math
 import os
 import pathlib
 import re
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
+from lamb_tpu import terminal
 from lamb_tpu.errors import UserError
 
 PREFIX = "gs://"
-_ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
+# A bucket that does not answer is reported after REPORT_SECONDS, then at each interval. Requests
+# are repeated for about GIVE_UP_SECONDS, then they fail.
+REPORT_SECONDS, _INTERVAL_SECONDS, GIVE_UP_SECONDS = 10.0, 30.0, 100.0
+_REQUEST_SECONDS = 10.0  # time without a received byte, after which a request is repeated
+# For this time after a bucket was given up, requests to it fail at once: otherwise a run that ends
+# would wait for the bucket once for each file.
+_REST_SECONDS = 60.0
+SILENT = "the bucket does not answer"
+# Roles of an account that reads and writes objects; with the second, it can look up the bucket itself.
+ROLES = ("roles/storage.objectUser", "roles/storage.legacyBucketReader")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is a URL."""
-    # pathlib, which makes one slash of two, would take a URL for a relative path.
+    # pathlib collapses the two slashes of a URL, which would then look like a relative path.
     return "://" in os.fspath(path)
 
 
 def parse(path: str | os.PathLike[str], key: str) -> pathlib.Path:
-    """Returns an absolute path of this machine, or one in a bucket; nothing is read.
+    """Returns an absolute path on this machine, or a path in a bucket; reads nothing.
 
-    Args:
-      path: the path as a user gave it.
-      key: the flag or config key that names it, for messages.
-
-    Raises:
-      UserError: it is a URL of another kind, names no folder of a bucket, has a character that
-        clients take for a pattern, or the library for buckets is missing.
+    `key` is the flag or config key that names the path, for messages. Raises a UserError for any
+    other URL, for an invalid name, and if the client library for buckets is missing.
     """
     text = os.fspath(path)
     if not is_remote(text):
-        return pathlib.Path(text).expanduser().absolute()
-    if not text.startswith(PREFIX):
-        raise UserError(
-            f"{key} {text} is remote; give a local or mounted folder, or gs://BUCKET/FOLDER"
-        )
-    bucket, _, folder = text.removeprefix(PREFIX).partition("/")
-    if not bucket or not folder.strip("/"):
-        raise UserError(f"{key} {text} names no folder of a bucket; give gs://BUCKET/FOLDER")
-    if re.search(r"[\[\]*?#]|(^|/)\.\.(/|$)", folder):
-        raise UserError(f"{key} {text} has '..' or one of [ ] * ? #; give a folder without them")
+        return _expanded(text, key).absolute()
+    check_folder(text, key)
     if not _is_installed():
-        raise UserError(f"{key} {text} needs gcsfs, which is not installed: pip install gcsfs")
+        problem = "needs gcsfs, which is not installed"
+        raise UserError(f"{key} {text}", ..., problem, "pip install gcsfs")
     _prepare()
     from etils import epath
 
     return cast(pathlib.Path, epath.Path(text.rstrip("/")))
 
 
+def check_folder(text: str, key: str) -> None:
+    """Rejects a URL that names no folder of a bucket; needs no client library."""
+    if not text.startswith(PREFIX):
+        remedy = "give a local or mounted folder, or gs://BUCKET/FOLDER"
+        raise UserError(f"{key} {text}", ..., "is remote", remedy)
+    bucket, _, folder = text.removeprefix(PREFIX).partition("/")
+    if not bucket or not folder.strip("/"):
+        problem = "names no folder of a bucket"
+        raise UserError(f"{key} {text}", ..., problem, "give gs://BUCKET/FOLDER")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", bucket, re.ASCII) or ".." in bucket:
+        problem = f"has the invalid bucket name {bucket!r}"
+        raise UserError(f"{key} {text}", ..., problem, "use a name of letters, digits and . _ -")
+    if re.search(r"[\[\]*?#]|(^|/)\.\.?(/|$)", folder):
+        problem = "has '..', '.' or one of [ ] * ? #"
+        raise UserError(f"{key} {text}", ..., problem, "give a folder without them")
+
+
 def local(path: str | os.PathLike[str], key: str) -> pathlib.Path:
-    """Returns a path of this machine, whose `~` is expanded.
-
-    Args:
-      path: the path as a user gave it.
-      key: the flag that names it, for messages.
-
-    Raises:
-      UserError: it is a URL.
-    """
+    """Returns a path on this machine with `~` expanded; rejects URLs."""
     if is_remote(path):
-        raise UserError(f"{key} {os.fspath(path)} is remote; give a path of this machine")
-    return pathlib.Path(path).expanduser()
+        raise UserError(f"{key} {os.fspath(path)}", ..., "is remote", "give a path of this machine")
+    return _expanded(path, key)
+
+
+def _expanded(path: str | os.PathLike[str], key: str) -> pathlib.Path:
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        problem = "begins with a home folder that is unknown"
+        raise UserError(f"{key} {os.fspath(path)}", ..., problem, "give its full path") from None
 
 
 def _is_installed() -> bool:
     try:
         return all(
             importlib.util.find_spec(name) is not None
-            # Orbax needs the second one, which gcsfs brings.
+            # Orbax needs google.cloud.storage, which gcsfs installs.
             for name in ("gcsfs", "google.cloud.storage")
         )
-    except ModuleNotFoundError:  # not even google.cloud is there
+    except ModuleNotFoundError:  # google.cloud is missing too
         return False
 
 
 @functools.cache
 def _prepare() -> None:
-    """Sets up the client libraries, before etils.epath first uses them."""
+    """Configures the client libraries; called before etils.epath is first used."""
     import fsspec
 
-    # TensorStore and other machines write into the same folders, of which gcsfs would not learn.
+    # TensorStore and other machines write into the same folders, which a cached listing would miss.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-    # Plain requests serve all kinds of buckets but zonal ones.
+    # By default a request waits 5 minutes for an answer, and is repeated up to six times.
+    import aiohttp
+
+    fsspec.config.conf["gcs"].setdefault(
+        "requests_timeout",
+        aiohttp.ClientTimeout(
+            total=None, sock_connect=_REQUEST_SECONDS, sock_read=_REQUEST_SECONDS
+        ),
+    )
+    # By default TensorStore, which writes the arrays, waits forever.
+    for name, value in (
+        ("CONNECT_TIMEOUT_SECONDS", _REQUEST_SECONDS),
+        ("LOW_SPEED_TIME_SECONDS", _REQUEST_SECONDS),
+        ("LOW_SPEED_LIMIT_BYTES", 1),
+    ):
+        os.environ.setdefault(f"TENSORSTORE_CURL_{name}", f"{value:.0f}")
+    # Plain requests work for all types of buckets except zonal buckets.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    # epath prefers TensorFlow where it is installed.
+    # By default epath uses TensorFlow if it is installed.
     os.environ.setdefault("EPATH_USE_TF", "false")
-    warnings.filterwarnings("ignore", "GCS project not set")  # nothing here needs one
-    # It logs with a traceback what it also raises.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
+    warnings.filterwarnings("ignore", "GCS project not set")  # no project is needed
+    # These loggers (gcsfs uses asyncio) print a traceback for errors that are also raised.
+    for name in ("gcsfs", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def patience() -> dict[str, Any]:
+    """Returns the timeout and retry arguments for the calls of `client`."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(GIVE_UP_SECONDS)}
 
 
 def client() -> Any:
-    """Returns a `google.cloud.storage.Client`, for what epath lacks."""
+    """Returns a `google.cloud.storage.Client`, for operations that epath lacks."""
     from google.cloud import storage
 
     return storage.Client()
@@ -118,37 +161,96 @@ def split(path: pathlib.Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
+def plain_errors(path: pathlib.Path) -> Iterator[None]:
     """Turns errors of the client libraries into an OSError whose strerror is a short reason.
 
-    FileNotFoundError and FileExistsError stay as they are.
+    FileNotFoundError and FileExistsError stay as they are. If the bucket does not answer, this is
+    reported on stderr while the block waits. After the bucket was given up, blocks for it fail at
+    once for a minute.
     """
+    bucket = split(path)[0]
+    if time.monotonic() < _given_up.get(bucket, -math.inf):
+        raise OSError(errno.EIO, "the bucket did not answer a moment ago")
+    began = time.monotonic()
     try:
-        yield
+        with reporting(f"{path} does not answer", f"giving up at {GIVE_UP_SECONDS:.0f} s"):
+            yield
     except (FileNotFoundError, FileExistsError):
         raise
     except Exception as error:
         if not is_error(error):
             raise
+        # Only the main thread may give up: a thread that renews a lock must not stop the run's own
+        # requests.
+        in_run = threading.current_thread() is threading.main_thread()
+        if in_run and time.monotonic() - began > REPORT_SECONDS:
+            give_up(path)
         raise OSError(errno.EIO, reason(error)) from error
+
+
+# Bucket -> the time until which requests to it fail at once.
+_given_up: dict[str, float] = {}
+
+
+def give_up(path: pathlib.Path) -> None:
+    """Makes requests to the bucket of a path fail at once for a minute."""
+    _given_up[split(path)[0]] = time.monotonic() + _REST_SECONDS
+
+
+@contextlib.contextmanager
+def reporting(what: str, then: str = "") -> Iterator[None]:
+    """Prints on stderr, at intervals, what the block waits for, and what happens `then`."""
+    if getattr(_reports, "active", False):  # an enclosing block reports already
+        yield
+        return
+    over, began = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        pause = REPORT_SECONDS
+        while not over.wait(pause):
+            pause = _INTERVAL_SECONDS
+            waited = f"{what}; waiting since {time.monotonic() - began:.0f} s"
+            text = f"{waited}, {then}" if then else waited
+            # A single write, because other threads may report too.
+            sys.stderr.write(f"{terminal.fit(text)}\n")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=report, name="waiting", daemon=True)
+    thread.start()
+    _reports.active = True
+    try:
+        yield
+    finally:
+        _reports.active = False
+        over.set()
+        thread.join()
+
+
+_reports = threading.local()
 
 
 def is_error(error: Exception) -> bool:
     """Returns whether an error may come from a client library."""
-    # Their errors have no common class but Exception, and some are of libraries that they use.
-    rooms = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    return isinstance(error, OSError) or bool(rooms & {"aiohttp", "gcsfs", "google", "requests"})
+    # Client libraries' errors share no base class but Exception; some come from dependencies.
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError) or bool(packages & {"aiohttp", "gcsfs", "google", "requests"})
 
 
 def reason(error: BaseException) -> str:
     """Returns the reason of a client's error in a few words."""
     text = " ".join(str(error).split())
+    # google.api_core wraps the error of the last attempt.
+    if isinstance(cause := getattr(error, "cause", None), Exception):
+        return reason(cause)
+    if is_unavailable(error):
+        code = getattr(error, "code", None)
+        return f"the bucket answers with status {code}" if code else SILENT
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if "Credentials" in type(error).__name__:
-        return "no credentials are there, which gcloud auth application-default login makes"
-    if told := re.search(r'"message": *"([^"]+)"', text):
-        text = told[1]
+        return "there are no credentials; run gcloud auth application-default login"
+    if match := re.search(r'"message": *"([^"]+)"', text):
+        text = match[1]
     # gcsfs says 'Forbidden: URL MESSAGE', google-cloud-storage '403 GET URL: MESSAGE'.
     text = re.sub(r"^(Forbidden: \S+ |\d{3} [A-Z]+ \S+: )", "", text)
     if getattr(error, "code", None) == 403 or str(error).startswith("Forbidden"):
@@ -156,51 +258,47 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
+def is_unavailable(error: BaseException) -> bool:
+    """Returns whether an error may be temporary: the bucket does not answer, or asks to retry."""
+    if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
+        return True
+    # TensorStore returns its errors as text.
+    if re.match("(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):", str(error)):
+        return True
+    return str(getattr(error, "code", None)) in ("408", "429", "500", "501", "502", "503", "504")
+
+
 def check(path: pathlib.Path, key: str) -> None:
-    """Checks that the bucket of a path exists and may be read.
-
-    Args:
-      path: a path in a bucket.
-      key: the flag or config key that names it.
-
-    Raises:
-      UserError: it does not exist or does not answer, or this machine's account may not read it.
-    """
+    """Raises a UserError unless the bucket of a path exists and may be read."""
     bucket, name = split(path)
     try:
-        with plain_errors():
+        with plain_errors(path):
             storage = client()
-            if storage.lookup_bucket(bucket) is None:
+            if storage.lookup_bucket(bucket, **patience()) is None:
                 raise UserError(
-                    f"{key} {path}: there is no bucket {bucket}; make it with gcloud storage "
-                    f"buckets create {PREFIX}{bucket}, or give another folder"
+                    f"{key} {path}",
+                    ...,
+                    f": there is no bucket {bucket}",
+                    f"make it with gcloud storage buckets create {PREFIX}{bucket}, or give another folder",
                 )
-            next(iter(storage.list_blobs(bucket, prefix=f"{name}/", max_results=1)), None)
+            blobs = storage.list_blobs(bucket, prefix=f"{name}/", max_results=1, **patience())
+            next(iter(blobs), None)
     except OSError as error:
-        told, advice = reason(error), "try again when it answers, or give another folder"
-        if told.startswith("no permission"):
-            advice = f"give this machine's account the roles {_ROLES} on the bucket"
-        raise UserError(f"{key} {path} cannot be read ({told}); {advice}") from None
+        why, advice = reason(error), "try again later, or give another folder"
+        if why.startswith("no permission"):
+            advice = f"give this machine's account the roles {' and '.join(ROLES)} on the bucket"
+        raise UserError(f"{key} {path}", ..., f"cannot be read ({why})", advice) from None
 
 
 def read(path: pathlib.Path) -> bytes:
-    """Returns an object's bytes.
-
-    Raises:
-      FileNotFoundError: there is no such object.
-      OSError: it cannot be read.
-    """
-    with plain_errors():
+    """Returns an object's bytes; raises a FileNotFoundError if it is missing, or another OSError."""
+    with plain_errors(path):
         return path.read_bytes()
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
-    """Writes an object whole.
-
-    Raises:
-      OSError: it cannot be written; a former one is left.
-    """
-    with plain_errors():
+    """Writes an object, replacing any former one; raises an OSError if it cannot be written."""
+    with plain_errors(path):
         try:
             path.write_bytes(data)
         except FileNotFoundError:
@@ -208,45 +306,43 @@ def write(path: pathlib.Path, data: bytes) -> None:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes an object, or all objects of a folder; there may be none."""
-    with plain_errors(), contextlib.suppress(FileNotFoundError):
+    """Removes an object, or all objects in a folder; does nothing if there are none."""
+    with plain_errors(path), contextlib.suppress(FileNotFoundError):
         cast(Any, path).rmtree()
 
 
 def children(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns objects and folders in a folder; none if it is missing."""
-    with plain_errors(), contextlib.suppress(FileNotFoundError):
+    """Returns the objects and folders in a folder; [] if the folder is missing."""
+    with plain_errors(folder), contextlib.suppress(FileNotFoundError):
         return list(folder.iterdir())
     return []
 
 
 def kind(path: pathlib.Path) -> str | None:
     """Returns 'a file' or 'a folder', or None if nothing is there."""
-    with plain_errors():
+    with plain_errors(path):
         if path.is_dir():
             return "a folder"
         return "a file" if path.exists() else None
 
 
 def sums(folder: pathlib.Path) -> dict[str, str | None]:
-    """Returns the MD5 that the bucket has computed of every object below a folder, by its name.
+    """Returns object name -> MD5, as computed by the bucket, for all objects below a folder.
 
-    It has none, so that it is None here, of an object that was composed of several.
+    The MD5 is None for an object that was composed of several objects: the bucket computes none.
     """
     bucket, name = split(folder)
-    with plain_errors():
+    with plain_errors(folder):
+        blobs = client().list_blobs(bucket, prefix=f"{name}/", **patience())
         return {
-            blob.name.removeprefix(f"{name}/"): blob.md5_hash and _hexadecimal(blob.md5_hash)
-            for blob in client().list_blobs(bucket, prefix=f"{name}/")
+            blob.name.removeprefix(f"{name}/"): blob.md5_hash
+            and binascii.a2b_base64(blob.md5_hash).hex()
+            for blob in blobs
         }
 
 
-def _hexadecimal(base64: str) -> str:
-    return binascii.a2b_base64(base64).hex()
-
-
 def parse_json(data: bytes) -> Any:
-    """Returns an object's JSON; None if it is none."""
+    """Parses an object's JSON; returns None if it is not valid."""
     try:
         return json.loads(data)
     except ValueError:

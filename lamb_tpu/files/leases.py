@@ -1,7 +1,7 @@
-"""Locks in a bucket, which keep runs on other machines out of a folder there.
+"""Locks in a bucket, which keep runs on other machines out of a folder.
 
-A lock is an object that is created only if it is absent, and renewed while its run goes on. That of
-a process of this machine that has ended is taken over, as the system frees a lock on a disk.
+A lock is an object that is created only if it is absent, and renewed while its run goes on. If the
+process that created it ran on this machine and has ended, another process takes the lock over.
 """
 
 import contextlib
@@ -19,22 +19,17 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets
 
 _RENEW_SECONDS = 60.0
-_STALE_SECONDS = 300.0  # without a renewal, the run has probably ended
+_STALE_SECONDS = 300.0  # time without a renewal, after which the run has probably ended
 
 
 @contextlib.contextmanager
 def hold(
     path: pathlib.Path, folder: str, lost: Callable[[UserError], None] = lambda error: None
 ) -> Iterator[None]:
-    """Holds a lock while the context lasts.
+    """Holds the lock `path` while the context lasts; `folder` names its folder in messages.
 
-    Args:
-      path: the lock's object.
-      folder: the flag and the folder that the lock is for, for messages.
-      lost: called with an error, in a thread, if somebody has removed the lock or taken it over.
-
-    Raises:
-      UserError: another process holds it, or it cannot be written.
+    If the lock is removed or taken over, `lost` is called in a thread, with a UserError. Raises a
+    UserError if another process holds the lock, or if the lock cannot be written.
     """
     lease = _Lease(path, folder)
     lease.take()
@@ -45,8 +40,10 @@ def hold(
             if not lease.renew():
                 lost(
                     UserError(
-                        f"the lock {path} was removed or taken over, so another run may write there "
-                        "now; start the same command again when none does"
+                        f"the lock {path}",
+                        ...,
+                        "was removed or taken over, so another run may now write into the folder",
+                        "start the same command again when no other run uses the folder",
                     )
                 )
                 return
@@ -57,7 +54,8 @@ def hold(
         yield
     finally:
         over.set()
-        thread.join()
+        # A renewal may be waiting for a bucket that does not answer.
+        thread.join(buckets.REPORT_SECONDS)
         lease.release()
 
 
@@ -70,71 +68,72 @@ class _Lease:
             "machine": _machine(),
             "token": uuid.uuid4().hex,
         }
-        self._generation = 0  # that of no object
+        self._generation = 0  # Cloud Storage's generation number of a missing object
 
     def take(self) -> None:
-        """Creates the lock, or takes over that of a process of this machine that has ended."""
+        """Creates the lock, or takes over the lock of an ended process of this machine."""
         try:
-            with buckets.plain_errors():
+            with buckets.plain_errors(self._path):
                 if self._write(0):
                     return
-                there = self._bucket().get_blob(buckets.split(self._path)[1])
-                if there is None:  # it was released in the meantime
+                lock = self._bucket().get_blob(buckets.split(self._path)[1], **buckets.patience())
+                if lock is None:  # it was released in the meantime
                     ended, owner, age = True, {}, 0.0
                 else:
-                    owner = buckets.parse_json(there.download_as_bytes())
+                    owner = buckets.parse_json(lock.download_as_bytes(**buckets.patience()))
                     owner = owner if isinstance(owner, dict) else {}
                     now = datetime.datetime.now(datetime.UTC)
-                    age = (now - there.updated).total_seconds()
+                    age = (now - lock.updated).total_seconds()
                     ended = _has_ended(owner)
-                if ended and self._write(there.generation if there is not None else 0):
+                if ended and self._write(lock.generation if lock is not None else 0):
                     return
         except OSError as error:
-            raise UserError(
-                f"{self._folder} cannot be locked ({error.strerror}); give a folder that can be "
-                "written"
-            ) from None
+            problem = f"cannot be locked ({error.strerror})"
+            remedy = "give a folder into which this machine can write"
+            raise UserError(self._folder, ..., problem, remedy) from None
         who = f"process {owner.get('process', '?')} on {owner.get('host', '?')}"
         if age < _STALE_SECONDS:
-            raise UserError(
-                f"{self._folder} is in use by another run ({who}, seen {_duration(age)} ago); wait "
-                "until it ends, or give another folder"
-            )
-        raise UserError(
-            f"{self._folder} is locked by {who}, last seen {_duration(age)} ago; if that run has "
-            f"ended, remove its lock with gcloud storage rm {self._path}"
-        )
+            problem = f"is in use by another run ({who}, seen {_duration(age)} ago)"
+            remedy = "wait until it ends, or give another folder"
+            raise UserError(self._folder, ..., problem, remedy)
+        problem = f"is locked by {who}, last seen {_duration(age)} ago"
+        remedy = f"if that run has ended, remove its lock with gcloud storage rm {self._path}"
+        raise UserError(self._folder, ..., problem, remedy)
 
     def renew(self) -> bool:
-        """Writes the lock anew; returns False if it is no longer this process'."""
+        """Writes the lock again; returns False if another process holds it."""
         try:
-            with buckets.plain_errors():
+            with buckets.plain_errors(self._path):
                 return self._write(self._generation)
         except OSError:
-            return True  # what the bucket does not answer now, it tells the next time
+            return True  # the bucket does not answer, so the next renewal decides
 
     def release(self) -> None:
-        """Removes the lock if it is still this process'."""
-        with contextlib.suppress(OSError), buckets.plain_errors():
+        """Removes the lock if this process still holds it."""
+        with contextlib.suppress(OSError), buckets.plain_errors(self._path):
             from google.api_core import exceptions
 
             with contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
-                self._blob().delete(if_generation_match=self._generation)
+                self._blob().delete(if_generation_match=self._generation, **buckets.patience())
 
     def _write(self, generation: int) -> bool:
-        """Writes the lock if its generation is that, 0 for none; returns whether it was."""
+        """Writes the lock if its generation matches (0: it is missing), and returns whether it did."""
         from google.api_core import exceptions
 
         blob = self._blob()
         try:
-            blob.upload_from_string(json.dumps(self._owner), if_generation_match=generation)
+            blob.upload_from_string(
+                json.dumps(self._owner), if_generation_match=generation, **buckets.patience()
+            )
         except exceptions.PreconditionFailed:
-            # The first of two attempts may have arrived without an answer.
-            there = self._bucket().get_blob(blob.name)
-            own = there is not None and buckets.parse_json(there.download_as_bytes())
-            if own != self._owner:
+            # A retried request also fails if the first attempt arrived but its answer was lost.
+            lock = self._bucket().get_blob(blob.name, **buckets.patience())
+            current = lock is not None and buckets.parse_json(
+                lock.download_as_bytes(**buckets.patience())
+            )
+            if current != self._owner:
                 return False
-            blob = there
+            blob = lock
         self._generation = blob.generation
         return True
 
@@ -146,9 +145,9 @@ class _Lease:
 
 
 def _machine() -> str:
-    """Returns a name of this start of this machine and its processes; '' if it has none."""
+    """Returns an id of this boot and its process namespace; '' if there is none."""
     try:
-        # Numbers of processes mean the same within one namespace only, such as a container.
+        # Process ids are unique only within one namespace, such as a container.
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # a system other than Linux
@@ -156,7 +155,7 @@ def _machine() -> str:
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:
-    """Returns whether a lock's owner was a process of this machine, and is no more."""
+    """Returns whether a lock's owner was a process of this machine that has ended."""
     if not owner.get("machine") or owner["machine"] != _machine():
         return False
     try:

@@ -10,26 +10,22 @@ from lamb_tpu.errors import UserError
 
 
 @contextlib.contextmanager
-def hold(path: pathlib.Path, refusal: str | None = None) -> Iterator[None]:
-    """Holds a lock while the context lasts.
+def hold(path: pathlib.Path, error: UserError | None = None) -> Iterator[None]:
+    """Holds a lock on a folder or file while the context lasts; creates a missing file.
 
-    Args:
-      path: a file, which is made if it is missing, or a folder.
-      refusal: message of the error if another process holds it; None: wait until it is free.
-
-    Raises:
-      UserError: another process holds it.
+    If another process holds the lock, raises `error`; if `error` is None, waits for the lock.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     lock = os.open(path, flags, 0o666)
     try:
         try:
-            # Freed even by kill -9.
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if refusal is None else fcntl.LOCK_NB))
+            # The system frees this lock even after kill -9.
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if error is None else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise UserError(refusal or "") from None
+            assert error is not None  # without LOCK_NB the call waits
+            raise error from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield
     finally:
         os.close(lock)

@@ -1,18 +1,32 @@
-"""Reading of files that users name, with short reasons for failures."""
+"""Reads files that users name; each error message is a short reason.
+
+All text, JSON and TOML from outside is read here: only regular files, of limited size and depth, in
+UTF-8 with or without a byte-order mark.
+"""
 
 import errno
+import io
 import json
 import os
 import pathlib
 import re
 import stat
-from typing import Any, TypeGuard
+import tomllib
+from collections.abc import Callable
+from typing import Any, TypeGuard, TypeVar
 
 from lamb_tpu.files import buckets
 
 Path = str | os.PathLike[str]
+ValueT = TypeVar("ValueT")
+# Default limits of files that are read into memory: settings in JSON or TOML, and longer files such
+# as lists, records and texts. A corpus is read as a stream, with `open_file`.
+MAX_SETTINGS_BYTES = 64 * 2**20
+MAX_TEXT_BYTES = 2**30
+MAX_DEPTH = 100  # levels of nested lists and objects; deeper values break recursive code
+_TOO_DEEP = f"it is nested too deep, more than {MAX_DEPTH} levels"
 _UTF_8 = "utf-8-sig"  # UTF-8 with or without a byte-order mark
-_KINDS = {
+TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -23,76 +37,155 @@ _KINDS = {
 
 
 def kind(path: Path) -> str | None:
-    """Returns the kind of a path, following links: 'a file', 'a folder', 'a pipe' ...
+    """Returns the type of a path, following links: 'a file', 'a folder' ...; None if it is missing.
 
-    Returns None if nothing is there.
-
-    Raises:
-      OSError: the kind cannot be determined, such as of a link to itself.
+    Raises an OSError if the type cannot be determined, such as for a link to itself.
     """
     if _in_bucket(path):
         return buckets.kind(path)
     try:
-        return _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
-    except (FileNotFoundError, NotADirectoryError):
-        # NotADirectoryError: a parent of the path is a file.
+        return TYPES[stat.S_IFMT(os.stat(path).st_mode)]
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # NotADirectoryError: a parent of the path is a file. ValueError: the name is invalid, because
+        # it has a NUL or a lone surrogate.
         return None
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
-    """Reads a regular file. Others are refused: a pipe may block, and a device may have no end.
-
-    A byte-order mark at the start, which Windows editors write, is stripped.
-
-    Args:
-      path: path of the file.
-      errors: treatment of bytes that are not UTF-8, as in `open`.
+def open_file(path: Path) -> io.BufferedReader:
+    """Opens a regular file to read its bytes; never waits for a pipe.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not a regular file, cannot be read, or is not UTF-8; the message is the
-        reason.
+      ValueError: it is not a regular file, or cannot be opened; the message is the reason.
     """
     try:
-        if _in_bucket(path):
-            return buckets.read(path).decode(_UTF_8, errors=errors)
-        # Asked before the file is opened: opening a pipe waits for a writer.
-        found = kind(path)
-        if found is None:
+        # Checked before the file is opened: opening a device may rewind a tape or block.
+        path_type = kind(path)
+        if path_type is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        if found != "a file":
-            raise ValueError(f"it is {found}, not a file")
-        return pathlib.Path(path).read_text(encoding=_UTF_8, errors=errors)
+        _check_kind(path_type)
+        # A pipe may have replaced the file since. O_NONBLOCK opens it at once, to check its type.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_kind(TYPES[stat.S_IFMT(os.fstat(descriptor).st_mode)])
+        except ValueError:
+            os.close(descriptor)
+            raise
+        return os.fdopen(descriptor, "rb")
     except FileNotFoundError:
-        # A subclass of OSError. Callers treat a missing file differently.
+        # Re-raised, although it is an OSError: callers treat a missing file differently.
         raise
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
 
 
-def read_json(path: Path) -> Any:
-    """Reads a file of JSON. Raises as `read_text`, and a ValueError if it is not JSON."""
-    return parse_json(read_text(path))
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Reads a regular file, or an object in a bucket, of limited size; raises like `open_file`."""
+    try:
+        if _in_bucket(path):
+            content = buckets.read(path)
+        else:
+            with open_file(path) as file:
+                # Checked before memory is allocated, and again because files of /proc report 0.
+                _check_size(os.fstat(file.fileno()).st_size, max_bytes)
+                content = file.read(max_bytes + 1)
+        _check_size(len(content), max_bytes)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    return content
+
+
+def read_text(path: Path, errors: str = "strict", max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Reads a regular file of UTF-8. Rejects pipes, which may block, and devices, which never end.
+
+    A byte-order mark at the start, which Windows editors write, is stripped. The line ends "\\r\\n"
+    and "\\r" become "\\n". Raises the errors of `open_file`, and a ValueError that names the first
+    invalid line.
+
+    Args:
+      path: path of the file.
+      errors: treatment of bytes that are not UTF-8, as in `open`. If 'strict', a NUL byte is an
+        error too: the file is not text.
+      max_bytes: the largest size that is read.
+    """
+    return decode(read_bytes(path, max_bytes), errors)
+
+
+def decode(content: bytes, errors: str = "strict") -> str:
+    """Decodes a text file, see `read_text`; raises a ValueError that names the line."""
+    try:
+        text = content.decode(_UTF_8, errors)
+    except UnicodeDecodeError as error:
+        # The decoder counts bytes from the end of the byte-order mark.
+        at = error.start + len(content) - len(error.object)
+        raise ValueError(
+            f"line {_line_at(content, at)} is not UTF-8 (byte 0x{content[at]:02x}: {error.reason})"
+        ) from None
+    if errors == "strict" and "\0" in text:
+        raise ValueError(
+            f"line {_line_at(content, content.index(0))} has a NUL byte, so it is not a text file"
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
+    """Reads a file of JSON. Raises like `read_text`, and a ValueError if it is not JSON."""
+    return parse_json(read_text(path, max_bytes=max_bytes))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a file of TOML. Raises like `read_text`, and a ValueError if it is not TOML."""
+    return _parse(tomllib.loads, read_text(path, max_bytes=MAX_SETTINGS_BYTES))
 
 
 def parse_json(text: str) -> Any:
-    """Parses a text of JSON.
+    """Parses a text of JSON; raises a ValueError with the reason if it cannot."""
+    return _parse(json.loads, text)
 
-    Raises:
-      ValueError: the text is not JSON, or is nested too deep; the message is the reason.
-    """
+
+def _parse(loads: Callable[[str], ValueT], text: str) -> ValueT:
     try:
-        return json.loads(text)
-    except RecursionError:
-        # Python's parser recurses into nested lists and objects.
-        raise ValueError("it is nested too deep") from None
+        return _check_depth(loads(text))
+    except RecursionError:  # Python's parsers are recursive
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _check_kind(path_type: str) -> None:
+    if path_type != "a file":
+        raise ValueError(f"it is {path_type}, not a file")
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(f"it has more than {most / 2**20:,.4g} MiB, the largest size that is read")
+
+
+def _check_depth(value: ValueT) -> ValueT:
+    # Level by level, because a deep value would exceed the limit of recursion.
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return value
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    raise ValueError(_TOO_DEEP)
+
+
+def _line_at(content: bytes, position: int) -> int:
+    return content.count(b"\n", 0, position) + 1
 
 
 def _in_bucket(path: Path) -> TypeGuard[pathlib.Path]:
-    # A text is a path of this machine until `buckets.parse` has read it.
+    # A str is a path on this machine; `buckets.parse` returns a Path for a bucket.
     return isinstance(path, pathlib.PurePath) and buckets.is_remote(path)
 
 
 def has_pattern(path: pathlib.Path) -> bool:
-    """Returns whether a path has characters that `glob` does not take literally."""
+    """Returns whether a path has characters that `glob` treats as a pattern."""
     return re.search(r"[\[\]*?]", str(path)) is not None

@@ -1,20 +1,22 @@
-"""Published tensors: a .safetensors file, or shards of them with an index."""
+"""Published tensors: a .safetensors file, or several shards with an index."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, unreadable
 from lamb_tpu.files import reading
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of transformers: tensor -> the shard that has it
+INDEX = "model.safetensors.index.json"  # in transformers' format; maps each tensor to its shard
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
 _OTHERS = {".h5": "Keras", ".msgpack": "Flax", ".onnx": "ONNX", ".gguf": "llama.cpp"}
+
+_MIXED = "use the index and the shards of one checkpoint"
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
@@ -23,62 +25,55 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def load(file: pathlib.Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of a .safetensors file, or of all shards that an index names.
-
-    Args:
-      file: the file; one that ends in .json is an index.
-
-    Raises:
-      UserError: the file or a shard is missing or damaged, the index and its shards disagree, or a
-        tensor has values that are not finite.
-    """
+    """Reads the arrays of a .safetensors file, or of all shards that an index (.json) lists."""
     if not file.is_file():
-        raise UserError(f"there is no file {file}")
+        raise UserError(file, ..., "is missing", "give a file of weights")
     tensors = _load_shards(file) if file.suffix == ".json" else _load(file)
     check_finite(tensors, str(file))
     return tensors
 
 
 def check_finite(tensors: Mapping[str, Any], where: str) -> None:
-    """Raises UserError with the names of the tensors that have a NaN or an infinity."""
+    """Raises a UserError that names the tensors with a NaN or an infinity, if there are any."""
     wrong = [name for name, tensor in tensors.items() if not _is_finite(np.asarray(tensor))]
     if wrong:
-        raise UserError(
-            f"{where} has values that are not finite (NaN or infinity) in {len(wrong)} tensor(s): "
-            f"{', '.join(wrong[:4])}; use weights from before the run diverged"
-        )
+        problem = f"has NaN or infinity in {len(wrong)} tensor(s): {', '.join(wrong[:4])}"
+        raise UserError(where, ..., problem, "use weights from before the run diverged")
+
+
+def differ(where: object, verb: str, names: Sequence[str]) -> UserError:
+    """Returns the error about tensors that only the network or only the weights have."""
+    problem = f"{verb} {len(names)} tensor(s): {', '.join(names[:4])}"
+    return UserError(where, ..., problem, "use the weights of this network")
 
 
 def check_format(file: pathlib.Path, key: str) -> None:
-    """Rejects other formats of weights, such as PyTorch's pickles, which may run code.
-
-    Raises:
-      UserError: the file has another format; the message begins with `key`, which names the flag
-        or config key.
-    """
+    """Rejects other formats of weights, such as PyTorch's pickles, which may run code."""
     if file.suffix in _PICKLES:
         raise UserError(
-            f"{key}: {file} is a pickle of PyTorch's, which is not read here; where PyTorch is, "
-            f"convert it: safetensors.torch.save_file(torch.load({file.name!r}, "
-            f"weights_only=True), {WEIGHTS!r})"
+            f"{key}: {file}",
+            ...,
+            "is a PyTorch pickle, which is not supported",
+            "convert it where PyTorch is installed: safetensors.torch.save_file(torch.load("
+            f"{file.name!r}, weights_only=True), {WEIGHTS!r})",
         )
     if file.suffix in _OTHERS:
-        raise UserError(
-            f"{key}: {file} is a file of {_OTHERS[file.suffix]}, which is not read here; save the "
-            f"network as {WEIGHTS} with the library that wrote it"
-        )
+        problem = f"is in the format of {_OTHERS[file.suffix]}, which is not supported"
+        remedy = f"save the network as {WEIGHTS} with the library that wrote it"
+        raise UserError(f"{key}: {file}", ..., problem, remedy)
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    # Integers and Booleans are finite. Extension types such as bfloat16 have the kind 'V'.
+    # Integers and Booleans are finite. Extension types such as bfloat16 have dtype.kind 'V'.
     return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
 def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:  # a folder, no right to read it
-        raise UserError(f"{file} is no complete safetensors file ({error})") from None
+    except (OSError, SafetensorError) as error:  # OSError: it is a folder, or not permitted
+        remedy = "copy or save it again"
+        raise unreadable(file, error, remedy, "is not a complete safetensors file") from None
 
 
 def _load_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
@@ -86,39 +81,38 @@ def _load_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     for shard, names in _shards(index).items():
         file = index.parent / shard
         if not file.is_file():
-            raise UserError(f"{index} names the shard {shard}, which is missing; copy it there too")
-        found = _load(file)
-        for name in names - found.keys():
-            raise UserError(f"{index} says that {shard} has the tensor {name}, which it lacks")
-        for name in found.keys() - names:
-            raise UserError(
-                f"{file} has the tensor {name}, which {index.name} does not place there; the "
-                "index and the shards belong to different checkpoints"
-            )
-        tensors |= found
+            problem = f"names the shard {shard}, which is missing"
+            raise UserError(index, ..., problem, "copy the shard into the same folder")
+        shard_tensors = _load(file)
+        for name in names - shard_tensors.keys():
+            problem = f"says that {shard} has the tensor {name}, which that file lacks"
+            raise UserError(index, ..., problem, _MIXED)
+        for name in shard_tensors.keys() - names:
+            problem = f"has the tensor {name}, but {index.name} does not list it in this file"
+            raise UserError(file, ..., problem, _MIXED)
+        tensors |= shard_tensors
     return tensors
 
 
 def _shards(index: pathlib.Path) -> dict[str, set[str]]:
-    """Returns shard -> names of its tensors, in the order of the index."""
+    """Returns shard -> names of its tensors, in the index's order."""
     try:
         content = reading.read_json(index)
     except ValueError as error:
-        raise UserError(f"{index} is not JSON ({error})") from None
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise UserError(f"{index} has no weight_map from the names of tensors to files")
+        raise unreadable(index, error, "copy or save it again", "is not JSON") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        problem = "has no weight_map from the names of tensors to files"
+        raise UserError(index, ..., problem, "copy or save it again")
     shards: dict[str, set[str]] = {}
-    for name, shard in places.items():
-        # An index may be untrusted, so a shard must be a file beside it.
+    for name, shard in weight_map.items():
+        # The index may be untrusted, so a shard must be a file in the same folder.
         if (
             not isinstance(shard, str)
             or not shard.endswith(".safetensors")
             or any(character in shard for character in "/\\:\0")
         ):
-            raise UserError(
-                f"{index} places the tensor {name} in {shard!r}, which is not the name of a "
-                ".safetensors file beside it"
-            )
+            problem = f"lists the tensor {name} in {shard!r}, which is not a valid shard"
+            raise UserError(index, ..., problem, "name a .safetensors file in the same folder")
         shards.setdefault(shard, set()).add(name)
     return shards

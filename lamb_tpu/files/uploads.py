@@ -1,4 +1,4 @@
-"""Files that grow on this machine, with copies in a bucket that are replaced now and then."""
+"""Files that grow on this machine, with copies in a bucket that are replaced at intervals."""
 
 import contextlib
 import pathlib
@@ -7,56 +7,38 @@ import time
 
 from lamb_tpu.files import buckets
 
-_SECONDS = 30.0  # between two uploads, but before a checkpoint
-_REST = 20  # at least this many times as long as the upload before took
+_SECONDS = 30.0  # least time between two uploads, except before a checkpoint
+_REST = 20  # least time between two uploads, as a multiple of the duration of the first
 
 
 class Upload:
-    """A temporary folder whose files are written whole into a bucket, which cannot append.
+    """A temporary folder whose files are uploaded in full to a bucket, which cannot append.
 
-    What was added since the last upload is lost when the process is killed. It belongs to updates
-    behind the last checkpoint, before which everything is uploaded: a resumed run adds it again.
-
-    Args:
-      folder: the folder in the bucket.
-
-    Attributes:
-      local: the temporary folder.
+    Lines since the last upload are lost if the process is killed. They belong to updates after the
+    last checkpoint, because a checkpoint uploads everything first; a resumed run adds them again.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._temporary = tempfile.TemporaryDirectory(prefix="lamb_tpu-")
         self.local = pathlib.Path(self._temporary.name)
-        self._uploaded: dict[str, int] = {}  # the files' lengths
+        self._uploaded: dict[str, int] = {}  # file name -> length at its last upload
         self._due = time.monotonic() + _SECONDS
 
     def fetch(self, name: str) -> pathlib.Path:
-        """Returns a file's path in the temporary folder, with what the bucket has of it.
-
-        Raises:
-          OSError: the object cannot be read.
-        """
+        """Copies a file from the bucket, if it exists; returns its path in the temporary folder."""
         file = self.local / name
         with contextlib.suppress(FileNotFoundError):
             self._uploaded[name] = file.write_bytes(buckets.read(self._folder / name))
         return file
 
     def when_due(self) -> None:
-        """Uploads what has grown, if the last time is long enough ago.
-
-        Raises:
-          OSError: an object cannot be written.
-        """
+        """Uploads files that have grown, if the next upload is due; raises like `now`."""
         if time.monotonic() >= self._due:
             self.now()
 
     def now(self) -> None:
-        """Uploads what has grown.
-
-        Raises:
-          OSError: an object cannot be written.
-        """
+        """Uploads files that have grown; raises an OSError if an object cannot be written."""
         began = time.monotonic()
         for file in self.local.iterdir():
             data = file.read_bytes()
@@ -64,7 +46,7 @@ class Upload:
                 buckets.write(self._folder / file.name, data)
                 self._uploaded[file.name] = len(data)
         ended = time.monotonic()
-        # Long files are uploaded seldom, so that training hardly waits for them.
+        # Long files are uploaded rarely, so that training hardly waits for them.
         self._due = ended + max(_SECONDS, _REST * (ended - began))
 
     def close(self) -> None:

@@ -1,35 +1,26 @@
-"""Writing of files, with plain errors for disks that are full, read-only or lose the folder."""
+"""Writes files; a full or read-only disk, or a lost folder, raises an error of one sentence."""
 
 import contextlib
 import errno
+import io
 import os
 import pathlib
-import socket
+import secrets
+import shutil
+import stat
 from collections.abc import Callable, Iterator
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import buckets
+from lamb_tpu.files import buckets, reading
 from lamb_tpu.files.uploads import Upload
 
 _AGAIN = "then start the same command again: it goes on from the last checkpoint"
-# Messages of the C library, because TensorStore gives its errors as text only.
+# Messages of the C library, to search for in TensorStore's errors, which are text.
 _KNOWN = [
-    os.strerror(number)
-    for number in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EIO,
-        errno.ESTALE,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOTCONN,
-        errno.ENOTDIR,
-        errno.ENOENT,
-    )
+    os.strerror(getattr(errno, name))
+    for name in (
+        "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM EIO ESTALE EMFILE ENFILE ENOTCONN ENOTDIR ENOENT"
+    ).split()
 ]
 
 
@@ -41,7 +32,11 @@ def reason(error: BaseException) -> str:
     for known in _KNOWN:
         if known in text:
             return known
-    # TensorStore's errors of a bucket begin with such a word.
+    # TensorStore's errors for a bucket begin with such a code; gcsfs gives only a URL.
+    if "NOT_FOUND" in text or isinstance(error, FileNotFoundError):
+        return "the bucket or an object in it is not there"
+    if buckets.is_unavailable(error):
+        return buckets.reason(error)
     if "PERMISSION_DENIED" in text or "Forbidden" in text:
         return "no permission"
     return f"{type(error).__name__}: {text[:200]}"
@@ -51,80 +46,192 @@ def reason(error: BaseException) -> str:
 def checked(path: str | os.PathLike[str], flag: str = "") -> Iterator[None]:
     """Turns an OSError of the block, which writes `path`, into a UserError of one sentence.
 
-    Args:
-      path: the file or folder that the block writes.
-      flag: the command-line flag that named the path, such as '--out'; '' for a file of a run,
-        which can be resumed.
+    `flag` is the flag that names the path, such as '--out'; '' for a file of a run.
     """
     try:
         yield
     except OSError as error:
         again = f"{repair(path)}, {_AGAIN}"
-        name, advice = (f"{flag} {path}", "give another") if flag else (path, again)
-        raise UserError(f"{name} cannot be written ({reason(error)}); {advice}") from None
+        name, advice = (f"{flag} {path}", "give another path") if flag else (path, again)
+        raise UserError(name, ..., f"cannot be written ({reason(error)})", advice) from None
 
 
 def repair(path: str | os.PathLike[str]) -> str:
-    """Returns what a user is to do before a write of a path can succeed."""
+    """Returns what the user must do before a write to a path can succeed."""
     if buckets.is_remote(path):
-        return "see to it that the bucket can be written"
+        return "make the bucket writable"
     return "free space or repair the disk"
 
 
-def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file by rename, so that a killed process leaves the old file or the new one.
+def replace(path: pathlib.Path, data: str | bytes, flag: str = "") -> None:
+    """Writes a file by an atomic rename: if the process is killed, the old or the new file remains.
 
-    An object in a bucket is written whole anyway.
-
-    Raises:
-      UserError: the file cannot be written; the old one is left.
+    The file keeps its permissions. If `path` is a symbolic link, the link's target is written, or
+    created if the target's folder exists. An object in a bucket is written by one request, which is
+    atomic. Text becomes UTF-8 with unchanged line ends; a lone surrogate, which JSON can hold but
+    UTF-8 cannot, is written as its escape. `flag`: see `checked`.
     """
+    content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
+    with checked(path, flag):
+        if buckets.is_remote(path):
+            buckets.write(path, content)
+            return
+        target, before = _target(path, flag)
+        with _temporary(target, before) as file:
+            while content:  # an unbuffered write may be partial
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        _sync_folder(target.parent)
+
+
+def check_target(path: str | pathlib.Path, flag: str = "", parents: bool = False) -> pathlib.Path:
+    """Checks that `replace` can write a file, before the work that computes its content.
+
+    Args:
+      path: the file, which may be missing. In a str, `~` is expanded.
+      flag: see `checked`.
+      parents: whether its folder may be missing, because it is created later.
+    """
+    if isinstance(path, str):
+        path = buckets.local(path, flag or "the path")
     if buckets.is_remote(path):
-        with checked(path):
-            buckets.write(path, text.encode())
+        return path
+    with checked(path, flag):
+        target, before = _target(path, flag)
+        if not target.parent.exists():
+            if parents:
+                _try_existing(target.parent)
+                return path
+            problem = f"cannot be written, because the folder {target.parent} is missing"
+            raise UserError(f"{flag} {path}".strip(), ..., problem, "make it, or give another path")
+        # On a full disk an empty file can be created, but not filled.
+        with _temporary(target, before) as file:
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+    return path
+
+
+def check_folder(folder: str | pathlib.Path, flag: str = "") -> pathlib.Path:
+    """Checks that files can be written into a folder, which may be missing; creates nothing."""
+    if isinstance(folder, str):
+        folder = buckets.local(folder, flag or "the folder")
+    if buckets.is_remote(folder):
+        return folder
+    with checked(folder, flag):
+        _try_existing(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def complete_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary folder, which is renamed to `folder` at the end of the block.
+
+    `folder` must be missing or empty, and stays so if the process is killed, so that the same command
+    can start again. A folder in a bucket is written directly.
+    """
+    if buckets.is_remote(folder):
+        yield folder
         return
-    # In the same folder, because a rename is atomic within one file system only.
-    temporary = path.with_name(path.name + ".new")
-    with checked(path):
+    target = folder.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".lamb_tpu-{secrets.token_hex(8)}.tmp")
+    scratch.mkdir()
+    try:
+        yield scratch
+        if target.exists():
+            target.rmdir()
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _try_existing(folder: pathlib.Path) -> None:
+    """Tries to write into a folder, or into its nearest parent that exists."""
+    nearest = folder.absolute()
+    # A dangling link is not a missing folder: `mkdir` fails on it.
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    try_out(nearest)
+
+
+def _target(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, os.stat_result | None]:
+    """Returns the file that a path resolves to, and its status, which is None if it is missing."""
+    try:
+        kind = reading.kind(path)
+        target = pathlib.Path(os.path.realpath(path))
+    except ValueError as error:  # the name is invalid: it has a NUL
+        raise OSError(errno.EINVAL, str(error)) from None
+    if kind is None:
+        return target, None
+    if kind != "a file":
+        problem = f"is {kind}, not a file"
+        raise UserError(f"{flag} {path}".strip(), ..., problem, "give the path of a regular file")
+    if not os.access(path, os.W_OK):
+        # A rename would replace even a read-only file, so check the permission here.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return target, os.stat(path)
+
+
+@contextlib.contextmanager
+def _temporary(target: pathlib.Path, before: os.stat_result | None) -> Iterator[io.FileIO]:
+    """Creates a file next to `target`, with the same owner and permissions.
+
+    On exit, removes the file unless it was renamed.
+    """
+    # In the same folder, because a rename is atomic only within a file system. The name is not made
+    # from the target's name, which may have the maximum length.
+    path = target.with_name(f".lamb_tpu-{secrets.token_hex(8)}.tmp")
+    # O_EXCL and O_NOFOLLOW: never opens another user's file or a link.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    mode = 0o666 if before is None else stat.S_IMODE(before.st_mode)
+    with open(path, "wb", buffering=0, opener=lambda name, _: os.open(name, flags, mode)) as file:
         try:
-            temporary.write_text(text, "utf-8")
-            temporary.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()  # a full disk has no room for it
+            if before is not None:
+                with contextlib.suppress(OSError):  # only root may give files away
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), mode)  # the mode above is subject to the umask
+            yield file
+        finally:
+            with contextlib.suppress(OSError):  # it was renamed
+                path.unlink()
+
+
+def _sync(file: io.FileIO) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        # A device or a pipe has nothing to sync.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 
-def write(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file, or an object in a bucket.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    if buckets.is_remote(path):
-        buckets.write(path, data)
-    else:
-        path.write_bytes(data)
+def _sync_folder(folder: pathlib.Path) -> None:
+    """Makes a rename in a folder survive a power failure, if the file system supports it."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def try_out(folder: pathlib.Path) -> None:
-    """Writes, syncs, renames and removes a small file in a folder, as a save does with large ones.
-
-    Raises:
-      OSError: one of these operations failed, or the folder is missing.
-    """
-    # Several processes may do this at once, so the name must be unique.
-    first = folder / f".write-probe-{socket.gethostname()}-{os.getpid()}"
+    """Writes, syncs, renames and removes a small file in a folder, as a save does."""
+    # Several processes may do this at once, and nobody can prepare a link with a random name.
+    first = folder / f".write-probe-{secrets.token_hex(8)}"
     if buckets.is_remote(folder):
         buckets.write(first, bytes(4096))
         buckets.remove(first)
         return
     second = first.with_name(first.name + "-renamed")
     try:
-        with first.open("wb") as file:
+        with first.open("xb") as file:
             file.write(bytes(4096))
             file.flush()
-            # Without it the bytes may lie in a cache only, and a full disk shows later.
+            # Otherwise the bytes may only be cached, and a full disk would show later.
             os.fsync(file.fileno())
         first.rename(second)
     finally:
@@ -134,17 +241,11 @@ def try_out(folder: pathlib.Path) -> None:
 
 
 class LineFile:
-    """A text file that grows by whole lines, none of which is lost when the process is killed.
+    """A text file that grows by complete lines; a killed process loses none of them.
 
-    In a bucket, lines since the last `flush` may be lost, see `uploads.Upload`.
-
-    Args:
-      path: the file to append to; created if it is missing.
-      failed: called once with a UserError when a line cannot be written, or `path` is no longer
-        this file; later lines are dropped. None raises the error instead.
-
-    Raises:
-      UserError: the file cannot be opened.
+    A power failure may lose the lines since the last `flush`. In a bucket, a kill may lose them too,
+    see `uploads.Upload`. If a line cannot be written, or `path` is no longer this file, `failed` is
+    called once with a UserError and later lines are dropped. Without `failed`, the error is raised.
     """
 
     def __init__(
@@ -156,19 +257,20 @@ class LineFile:
             if buckets.is_remote(path):
                 self._upload = Upload(path.parent)
                 path = self._upload.fetch(path.name)
-            self._local = path
-            # Unbuffered: otherwise a line that a full disk refused would be written again at close.
+            self._local, is_new = path, not path.exists()
+            # Unbuffered: otherwise close would write a line again that a full disk rejected.
             self._file = path.open("ab", buffering=0)
+            if is_new and self._upload is None:
+                _sync_folder(path.parent)
 
     def write(self, line: str) -> None:
-        """Appends one line."""
         if self._file.closed:
             return
         data = f"{line}\n".encode()
         try:
-            self._check_place()
+            self._check_not_moved()
             with checked(self._path):
-                # An unbuffered write may take only a part of the data.
+                # An unbuffered write may be partial.
                 while data:
                     data = data[self._file.write(data) :]
                 if self._upload is not None:
@@ -177,12 +279,15 @@ class LineFile:
             self._fail(error)
 
     def flush(self) -> None:
-        """Uploads what is not yet in the bucket; a file of this machine has every line."""
-        if self._upload is None or self._file.closed:
+        """Makes all lines survive a power failure; for a bucket, uploads the missing lines."""
+        if self._file.closed:
             return
         try:
             with checked(self._path):
-                self._upload.now()
+                if self._upload is not None:
+                    self._upload.now()
+                else:
+                    _sync(self._file)
         except UserError as error:
             self._fail(error)
 
@@ -192,21 +297,23 @@ class LineFile:
             raise error
         self._failed(error)
 
-    def _check_place(self) -> None:
-        """Refuses a file that was moved or deleted: it can still be written, but would be lost."""
+    def _check_not_moved(self) -> None:
+        """Rejects a file that was moved or deleted: writes would succeed, but be lost."""
         try:
-            # The open file is compared with what its path leads to.
+            # Compares the open file with the one at its path.
             if os.path.samestat(os.fstat(self._file.fileno()), self._local.stat()):
                 return
         except OSError:
             pass
         raise UserError(
-            f"{self._path} was moved, replaced or deleted while the run wrote it; put its folder "
-            "back and start the same command again, or start it with another --workdir"
+            self._path,
+            ...,
+            "was moved, replaced or deleted while the run wrote it",
+            "put its folder back and start the same command again, or start it with another --workdir",
         )
 
     def close(self) -> None:
-        """Closes the file, which uploads it; it may be closed already."""
+        """Flushes and closes the file; does nothing if it is closed already."""
         self.flush()
         self._close()
 

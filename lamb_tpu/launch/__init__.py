@@ -1,1 +1,1 @@
-"""Starting runs: processes on this machine, TPU VMs, GKE, SLURM. README.md lists the commands."""
+"""Starts runs: processes on this machine, TPU VMs, GKE, SLURM. README.md lists the commands."""

@@ -1,341 +1,163 @@
-"""Starts a run on this machine, on TPU VMs, on GKE or under SLURM.
+"""Starts a run on this machine, on TPUs of Google Cloud, or under SLURM.
 
 `python -m lamb_tpu.launch local --processes=4 -- --config=digits --workdir=DIR` starts four
-processes here; the other kinds print their commands and files, and run them on request.
+processes on this machine. The other kinds print commands, which --run also runs, or write files.
 """
 
 import argparse
-import pathlib
-import re
 import sys
+from typing import TYPE_CHECKING
 
 from lamb_tpu import cli, terminal
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets, writing
+from lamb_tpu.launch import arguments as train_arguments
+from lamb_tpu.launch import options as options_lib
 
-_EXAMPLES = """\
-examples:
-  python -m lamb_tpu.launch local --processes=2 --devices-per-process=2 -- \\
-      --config=digits --workdir=runs/digits
-  python -m lamb_tpu.launch tpu-vm --topology=v4-8 --name=digits \\
-      --zone=us-central2-b -- --config=digits --workdir=runs/digits
-  python -m lamb_tpu.launch queued-resource --topology=v5p-256 --name=bert \\
-      --zone=us-east5-a --run -- --config=bert_pretrain \\
-      --workdir=gs://BUCKET/bert
-  python -m lamb_tpu.launch jobset --topology=v6e-256 --slices=2 --name=bert \\
-      --image=IMAGE --output=bert.yaml -- --config=bert_pretrain \\
-      --workdir=gs://BUCKET/bert
-  python -m lamb_tpu.launch slurm --nodes=4 --gpus-per-node=8 --time=24:00:00 \\
-      --output=bert.sh -- --config=bert_pretrain --workdir=runs/bert
-
-The arguments behind -- are those of python -m lamb_tpu.train, which every
-process runs. A run that is preempted ends with status 75; the same command
-resumes it. KIND --help lists the options of a kind.
-"""
-_LOCAL = """\
-All processes run on this machine, on simulated CPU devices, and talk over
-loopback. They execute the code of a run on many hosts. The batch must divide
-over all devices.
-
-Process 0 writes to this terminal, the others to DIR/logs/process-1.log and so
-on, where DIR is the --workdir, or to a temporary folder. When one process
-fails, the others are ended, its last lines are shown, and its exit status is
-the launcher's. Ctrl-C and SIGTERM go to all processes, which then have
---grace-seconds to save and end; a second Ctrl-C ends them at once.
-"""
-_STEPS = """\
-Prints the steps as shell commands: create, copy the code (the last commit of
-this checkout) or an image, install, run, follow, fetch, delete. With --run it
-runs them one at a time, each shown before, and stops at the first that fails.
-gcloud must be installed and logged in. Nothing is deleted without --delete.
-"""
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = terminal.Parser(
-        prog="python -m lamb_tpu.launch",
-        epilog=_EXAMPLES,
-        description=terminal.fit_docstring(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-
-    def add(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-        return kinds.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.\n\n{more}",
-            usage="%(prog)s [options] -- TRAIN_ARGUMENTS",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    local = add("local", "start several processes on this machine", _LOCAL)
-    local.add_argument(
-        "--processes",
-        type=_positive,
-        default=2,
-        metavar="N",
-        help="processes to start (default: 2)",
-    )
-    local.add_argument(
-        "--devices-per-process",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="simulated CPU devices of each process (default: 1)",
-    )
-    local.add_argument(
-        "--grace-seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="time after Ctrl-C or SIGTERM in which the processes can save and end "
-        "before they are killed (default: 30)",
-    )
-    local.add_argument(
-        "--module",
-        default="lamb_tpu.train",
-        help="module that each process runs by python -m (default: %(default)s)",
-    )
-    machines = add("tpu-vm", "run on a TPU VM that is created at once", _STEPS)
-    queued = add("queued-resource", "run on TPU VMs from Google's queue", _STEPS)
-    jobset = add("jobset", "write the YAML of a JobSet for TPUs on GKE")
-    slurm = add("slurm", "write a script for SLURM's sbatch, for GPUs or CPUs")
-    for kind in (machines, queued, jobset):
-        kind.add_argument(
-            "--topology",
-            required=True,
-            metavar="NAME",
-            help="a slice, such as v5p-256 (cores for v2 to v5p, chips for v5e, v6e)",
-        )
-        if kind is not machines:
-            kind.add_argument(
-                "--slices",
-                type=_positive,
-                default=1,
-                metavar="N",
-                help="slices of the run (default: 1)",
-            )
-        kind.add_argument(
-            "--spot",
-            action="store_true",
-            help="cheaper machines that may be taken away at any time",
-        )
-        kind.add_argument(
-            "--image",
-            required=kind is jobset,
-            metavar="IMAGE",
-            help="container image that has lamb_tpu"
-            + ("" if kind is jobset else ", instead of a copy of the code"),
-        )
-    for kind in (machines, queued):
-        kind.add_argument("--zone", required=True, help="Google's zone")
-        kind.add_argument("--project", help="Google's project (default: gcloud's)")
-        kind.add_argument(
-            "--version",
-            metavar="NAME",
-            help="software version of the machines (default: by the topology)",
-        )
-        kind.add_argument(
-            "--create-flag",
-            action="append",
-            default=[],
-            metavar="FLAG",
-            help="a further flag for gcloud's create, as --create-flag=--reserved; may be repeated",
-        )
-        kind.add_argument(
-            "--data",
-            metavar="gs://...",
-            help="folder to copy to every host, for --config.data.dir=data",
-        )
-        kind.add_argument(
-            "--shared-workdir",
-            action="store_true",
-            help="the local --workdir is on a file system that all hosts mount",
-        )
-        kind.add_argument("--run", action="store_true", help="run the steps")
-        kind.add_argument(
-            "--from-step",
-            type=_count,
-            default=1,
-            metavar="N",
-            help="leave out the steps before number N",
-        )
-        kind.add_argument(
-            "--delete",
-            action="store_true",
-            help="with --run: delete the machines after the last step",
-        )
-    jobset.add_argument(
-        "--max-restarts",
-        type=_count,
-        default=3,
-        metavar="N",
-        help="restarts after failures; those after preemptions do not count (default: 3)",
-    )
-    slurm.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default: 1)")
-    slurm.add_argument(
-        "--gpus-per-node",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="GPUs of a node, each with a process of its own; 0: one process a "
-        "node, on its CPU (default: 0)",
-    )
-    slurm.add_argument(
-        "--cpus-per-task",
-        type=_positive,
-        metavar="N",
-        help="cores of each process, which decode its data (default: the cluster's, often 1)",
-    )
-    slurm.add_argument("--time", metavar="TIME", help="limit of one start, as 24:00:00")
-    slurm.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
-    slurm.add_argument(
-        "--signal-seconds",
-        type=_positive,
-        default=180,
-        metavar="S",
-        help="ask the run to save so long before the time limit (default: 180)",
-    )
-    slurm.add_argument(
-        "--python",
-        default=".venv/bin/python",
-        metavar="FILE",
-        help="Python on the cluster (default: %(default)s)",
-    )
-    for kind in (machines, queued, jobset, slurm):
-        kind.add_argument(
-            "--name",
-            required=kind is not slurm,
-            default="lamb_tpu",
-            help="of the machines" if kind in (machines, queued) else "of the job",
-        )
-    for kind in (jobset, slurm):
-        kind.add_argument(
-            "--output", metavar="FILE", help="file to write (default: standard output)"
-        )
-    return parser.parse_all(arguments)
-
-
-def _count(text: str, least: int = 0) -> int:
-    if not re.fullmatch(r"[+-]?\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    if int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _count(text, 1)
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 0")
-    return number
+if TYPE_CHECKING:
+    from lamb_tpu.launch import pod as pod_lib
+    from lamb_tpu.launch import steps as steps_lib
 
 
 def main(arguments: list[str]) -> int:
-    """Starts or prints what the command line asks for.
-
-    Args:
-      arguments: the command line behind the module's name.
-
-    Returns:
-      The exit status.
-
-    Raises:
-      UserError: an option or an argument is missing or wrong.
-    """
-    own, train = _split(arguments)
-    if own and own[0].startswith("--local"):
-        raise UserError(
-            "--local is now a kind: python -m lamb_tpu.launch local --processes=2 -- ARGUMENTS"
-        )
-    options = _parse(own)
+    """Entry point of the command line; returns the exit status."""
+    terminal.check_words(arguments)
+    words, train = _split(arguments)
+    options = options_lib.parse((__doc__ or "").partition("\n")[0], words)
+    if options.kind == "cluster":
+        return _make_cluster(options, arguments, train)
     if train is None:
         module = getattr(options, "module", "lamb_tpu.train")
-        raise UserError(f"the arguments of {module} are missing: put them after --; see --help")
+        raise UserError(
+            f"the arguments of {module}", problem="are missing", remedy="put them after --"
+        )
     if options.kind == "local":
         from lamb_tpu.launch import local
 
-        return local.run_here(
+        local.check_memory(options.processes, options.devices_per_process)
+        return local.run_local(
             options.module,
             train,
             options.processes,
             options.devices_per_process,
             options.grace_seconds,
         )
-    if options.kind == "slurm":
-        from lamb_tpu.launch import slurm
+    if options.kind in ("jobset", "slurm"):
+        train_arguments.check_array(train, options.module, options.array)
+        return (_jobset if options.kind == "jobset" else _slurm)(options, train)
+    return _machines(options, arguments, train)
 
-        text = slurm.script(
-            options.name,
-            train,
-            options.nodes,
-            options.gpus_per_node,
-            options.cpus_per_task,
-            options.time,
-            options.partition,
-            options.signal_seconds,
-            options.python,
-        )
-        return _write(text, options.output, "submit it with: sbatch")
-    # Late: it imports JAX, which --help does without.
+
+def _slurm(options: argparse.Namespace, train: list[str]) -> int:
+    from lamb_tpu.launch import slurm
+
+    fields = vars(options).keys() - {"kind", "output"}
+    text = slurm.script(train=train, **{name: getattr(options, name) for name in fields})
+    return _write(text, options.output, "submit it with: sbatch")
+
+
+def _pod(options: argparse.Namespace, train: list[str]) -> "pod_lib.Pod":
+    # Imported here, because `pod` imports JAX, which would delay --help.
     from lamb_tpu.launch.pod import make_pod
 
-    pod = make_pod(
-        options.kind,
-        options.topology,
-        options.name,
-        train,
-        getattr(options, "slices", 1),
-        options.spot,
-        options.image,
-        getattr(options, "shared_workdir", False),
-    )
-    if options.kind == "jobset":
-        from lamb_tpu.launch import jobset
+    names = ("slices", "spot", "image", "shared_workdir", "module")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    return make_pod(options.kind, options.topology, options.name, train, **given)
 
-        text = jobset.manifest(pod, options.max_restarts)
-        return _write(text, options.output, "start it with: kubectl create -f")
-    from lamb_tpu.launch import steps, tpu_vm
 
-    found = tpu_vm.steps(
-        pod,
-        options.kind,
-        options.zone,
-        options.project,
-        options.version,
-        options.create_flag,
-        options.data,
+def _jobset(options: argparse.Namespace, train: list[str]) -> int:
+    pod = _pod(options, train)
+    from lamb_tpu.launch import cluster, jobset
+
+    cluster.check_image(options.image)
+    if options.service_account is not None:
+        cluster.check_account(options.service_account)
+    if options.tool is not None:
+        return _write(_with_tool(options, pod), options.output, "start it with: sh")
+    text = jobset.manifest(
+        pod, options.max_restarts, options.service_account, options.array, options.module
     )
-    if pod.image is None and tpu_vm.uncommitted():
-        print("note: changes that are not committed are not copied", file=sys.stderr)
+    return _write(text, options.output, "start it with: kubectl create -f")
+
+
+def _machines(options: argparse.Namespace, given: list[str], train: list[str]) -> int:
+    pod = _pod(options, train)
+    from lamb_tpu.launch import compute, tpu_vm
+
+    common = options.create_flag, options.data
+    if options.kind == "compute":
+        capacity = compute.Capacity(options.spot, options.flex_start, options.reservation)
+        steps = compute.steps(pod, options.zone, options.project, capacity, *common)
+    else:
+        where = options.kind, options.zone, options.project, options.version
+        steps = tpu_vm.steps(pod, *where, *common)
+    return _show_or_run(options, pod, steps, given, "copied")
+
+
+def _make_cluster(options: argparse.Namespace, given: list[str], train: list[str] | None) -> int:
+    if train is not None:
+        raise UserError(
+            "the arguments after --",
+            problem="have no effect, because the kind cluster starts no run",
+            remedy="start runs with the kind jobset",
+        )
+    # A placeholder workdir: a cluster serves many runs.
+    pod = _pod(options, ["--workdir=gs://bucket/runs"])
+    from lamb_tpu.launch import cluster, compute
+
+    capacity = compute.Capacity(options.spot, options.flex_start, options.reservation)
+    steps = cluster.steps(
+        pod, options.zone, options.project, options.bucket, capacity, options.service_account
+    )
+    return _show_or_run(options, pod, steps, given, "in the image")
+
+
+def _show_or_run(
+    options: argparse.Namespace,
+    pod: "pod_lib.Pod",
+    steps: "list[steps_lib.Step]",
+    given: list[str],
+    missing: str,
+) -> int:
+    from lamb_tpu.launch import local_steps
+    from lamb_tpu.launch import steps as steps_lib
+
+    if pod.image is None and local_steps.uncommitted():
+        print(f"note: uncommitted changes are not {missing}", file=sys.stderr)
     if not options.run:
-        print(steps.script(found, options.from_step))
+        print(steps_lib.script(steps, options.from_step))
         return 0
-    again = ["python", "-m", "lamb_tpu.launch", *arguments]
-    return steps.run(found, options.from_step, options.delete, again)
+    again = ["python", "-m", "lamb_tpu.launch", *given]
+    return steps_lib.run(steps, options.from_step, options.delete, again)
+
+
+def _with_tool(options: argparse.Namespace, pod: "pod_lib.Pod") -> str:
+    from lamb_tpu.launch import toolkits
+
+    if options.array is not None:
+        raise UserError(
+            "--array", options.array, f"excludes --tool={options.tool}", "leave --tool out"
+        )
+    for name in ("cluster", "zone", "project"):
+        if getattr(options, name) is None:
+            raise UserError(f"--{name}", problem=f"is missing, and --tool={options.tool} needs it")
+    where = options.cluster, options.zone, options.project
+    more = options.max_restarts, options.service_account
+    return toolkits.command(options.tool, pod, *where, *more) + "\n"
 
 
 def _write(text: str, output: str | None, hint: str) -> int:
     if output is None:
         print(text, end="")
         return 0
-    path = pathlib.Path(output).expanduser()
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(
-            f"--output {output} cannot be written ({error.strerror}); give another file"
-        ) from None
-    print(f"{path} is written; {hint} {path}")
+    path = buckets.local(output, "--output")
+    writing.replace(path, text, "--output")
+    print(f"wrote {path}; {hint} {path}")
     return 0
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Returns the options, and the arguments behind --."""
+    """Returns the words before and after --; None if there is no --."""
     if "--" not in arguments:
         return arguments, None
     at = arguments.index("--")
@@ -343,6 +165,4 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    del sys.argv[1:]  # the flags of absl, of which there are none here
-    cli.run_main(lambda: sys.exit(main(given)))
+    cli.run_command(main)

@@ -1,8 +1,10 @@
-"""A run as a JobSet on Google Kubernetes Engine: one job a slice, one pod a host.
+"""A run as a JobSet on Google Kubernetes Engine: one job per slice, one pod per host.
 
-JobSet (jobset.sigs.k8s.io, v1alpha2) makes the headless service by which pods find each other. GKE
-puts the pods of a job onto one slice, and sets the variables from which JAX learns its place:
-TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and MEGASCALE_* where there are several slices.
+An array is one Indexed Job: each pod runs on one host and trains a share of many small runs.
+
+JobSet (jobset.sigs.k8s.io, v1alpha2) creates the headless service with which pods find each other. GKE
+puts the pods of a job onto one slice, and sets the variables that JAX reads to initialize its
+processes: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and MEGASCALE_* for several slices.
 """
 
 import os
@@ -11,152 +13,151 @@ from typing import Any
 import yaml
 
 from lamb_tpu.errors import UserError
+from lamb_tpu.launch import arguments
+from lamb_tpu.launch.generations import GENERATIONS
 from lamb_tpu.launch.pod import Pod
 
-# Values of cloud.google.com/gke-tpu-accelerator for slices of several hosts, by
-# cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus; all but v3 have them for one host too.
-_ACCELERATORS = {
-    "v3": "tpu-v3-slice",
-    "v4": "tpu-v4-podslice",
-    "v5e": "tpu-v5-lite-podslice",
-    "v5p": "tpu-v5p-slice",
-    "v6e": "tpu-v6e-slice",
-    "tpu7x": "tpu7x",
-}
+# Label of a v3 slice of one host; other generations have one label for all slices.
 _V3_HOST = "tpu-v3-device"
-# Generations whose slices GKE names by two sides.
-_FLAT = ("v3", "v5e", "v6e")
 _NODE_POOL = "cloud.google.com/gke-nodepool"
-# SIGTERM before the program could listen.
+# Exit status if SIGTERM comes before the program has installed its handler.
 _TERMINATED = 143
-_SAVE_SECONDS = 120  # from SIGTERM to SIGKILL; a spot machine gives less
+SAVE_SECONDS = 120  # time between SIGTERM and SIGKILL; spot machines have less
+PREEMPTED = (os.EX_TEMPFAIL, _TERMINATED)  # exit statuses of a run that must be restarted
 _LONGEST_POD_NAME = 63
-_JOB = "slice"
+_JOB, _TRIAL = "slice", "trial"
 
 
-def manifest(pod: Pod, max_restarts: int) -> str:
-    """Returns the YAML of a run.
+def manifest(
+    pod: Pod,
+    max_restarts: int,
+    account: str | None = None,
+    array: int | None = None,
+    module: str = arguments.TRAIN,
+) -> str:
+    """Returns the YAML of a run, or of an array of jobs.
 
     Args:
-      pod: the slices and the run, with an image.
-      max_restarts: restarts after failures; those after preemptions do not count.
+      pod: the slices and the run, with an image. For an array, `pod.slices` is the number of jobs
+        that run at the same time.
+      max_restarts: largest number of restarts after failures, not counting preemptions; for an array,
+        the number for each job.
+      account: Kubernetes service account of the pods; None: the account named default.
+      array: number of jobs, each on one host; None: one run on all slices.
+      module: module that the pods run.
 
     Raises:
-      UserError: GKE has no such TPU, or the name is too long for its pods.
+      UserError: the name of `pod` is so long that Kubernetes would reject the names of its pods.
     """
-    # Kubernetes adds a hyphen and five characters.
-    pod_name = f"{pod.name}-{_JOB}-{pod.slices - 1}-{pod.hosts - 1}-xxxxx"
+    metadata: dict[str, Any] = {"name": pod.name}
+    if array is None:
+        job, job_name, replicas = _run(pod), _JOB, pod.slices
+        _check_name(pod, f"{_JOB}-{pod.slices - 1}-{pod.hosts - 1}")
+        # Each slice is a node pool, which jobs must not share.
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
+        rule = {
+            "name": "preempted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+        failures = {"maxRestarts": max_restarts, "rules": [rule]}
+        network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    else:
+        job, job_name, replicas = _array(pod, array, max_restarts), _TRIAL, 1
+        _check_name(pod, f"{_TRIAL}-0-{array - 1}")
+        failures = {"maxRestarts": 0}
+        # The jobs of an array do not communicate.
+        network = {"enableDNSHostnames": False}
+    job["template"] = {"spec": _pod_spec(pod, account, array, module)}
+    jobs = [{"name": job_name, "replicas": replicas, "template": {"spec": job}}]
+    values = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {"failurePolicy": failures, "network": network, "replicatedJobs": jobs},
+    }
+    return yaml.safe_dump(values, sort_keys=False, width=100)
+
+
+def _check_name(pod: Pod, last: str) -> None:
+    # Kubernetes appends a hyphen and five characters.
+    pod_name = f"{pod.name}-{last}-xxxxx"
     if len(pod_name) > _LONGEST_POD_NAME:
         raise UserError(
-            f"--name is {pod.name!r}; its pods would have names like {pod_name}, of more than "
-            f"{_LONGEST_POD_NAME} characters: give a shorter one"
+            "--name",
+            pod.name,
+            f"makes pod names such as {pod_name}, which is longer than {_LONGEST_POD_NAME} characters",
+            "give a shorter name",
         )
-    job = {
-        # Each pod is one process of the run: none is started again alone.
+
+
+def _run(pod: Pod) -> dict[str, Any]:
+    return {
+        # A pod is one process of the run, so no pod is restarted alone.
         "backoffLimit": 0,
         "completions": pod.hosts,
         "parallelism": pod.hosts,
         "completionMode": "Indexed",
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": "train",
-                        "operator": "In",
-                        "values": [os.EX_TEMPFAIL, _TERMINATED],
-                    },
-                },
-                {
-                    "action": "FailJob",
-                    "onPodConditions": [
-                        {"type": "DisruptionTarget", "status": "True"}  # the node is taken away
-                    ],
-                },
-            ]
-        },
-        "template": {"spec": _pod_spec(pod)},
+        # The JobSet then restarts all of its jobs.
+        "podFailurePolicy": _on_preemption("FailJob"),
     }
-    return yaml.safe_dump(
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {
-                "name": pod.name,
-                # A slice is a node pool, and no two jobs may share one.
-                "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL},
-            },
-            "spec": {
-                "failurePolicy": {
-                    "maxRestarts": max_restarts,
-                    "rules": [
-                        {
-                            "name": "preempted",
-                            "action": "RestartJobSetAndIgnoreMaxRestarts",
-                            "onJobFailureReasons": ["PodFailurePolicy"],
-                        }
-                    ],
-                },
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                "replicatedJobs": [
-                    {"name": _JOB, "replicas": pod.slices, "template": {"spec": job}}
-                ],
-            },
-        },
-        sort_keys=False,
-        width=100,
-    )
 
 
-def _pod_spec(pod: Pod) -> dict[str, Any]:
+def _array(pod: Pod, array: int, max_restarts: int) -> dict[str, Any]:
+    return {
+        # A job that fails too often does not affect the others.
+        "backoffLimitPerIndex": max_restarts,
+        "completions": array,
+        "parallelism": min(pod.slices, array),
+        "completionMode": "Indexed",
+        # Replace only the preempted pod.
+        "podFailurePolicy": _on_preemption("Ignore"),
+    }
+
+
+def _on_preemption(action: str) -> dict[str, Any]:
+    statuses = {"containerName": "train", "operator": "In", "values": list(PREEMPTED)}
+    disrupted = {"type": "DisruptionTarget", "status": "True"}  # the node was preempted
+    return {
+        "rules": [
+            {"action": action, "onExitCodes": statuses},
+            {"action": action, "onPodConditions": [disrupted]},
+        ]
+    }
+
+
+def _pod_spec(pod: Pod, account: str | None, array: int | None, module: str) -> dict[str, Any]:
+    index = [] if array is None else [f"--index=$(JOB_COMPLETION_INDEX)/{array}"]
     selector = {
-        "cloud.google.com/gke-tpu-accelerator": _accelerator(pod),
-        "cloud.google.com/gke-tpu-topology": _shape(pod),
+        "cloud.google.com/gke-tpu-accelerator": accelerator(pod),
+        "cloud.google.com/gke-tpu-topology": pod.shape,
     }
     chips = {"google.com/tpu": pod.chips_per_host}
+    # Kubernetes expands $(NAME) as a variable and $$ to $, so escape every $.
+    words = [*(item.replace("$", "$$") for item in pod.train), *index]
+    container = {
+        "name": "train",
+        "image": pod.image,
+        "command": ["python", "-u", "-m", module, *words],
+        "resources": {"requests": dict(chips), "limits": dict(chips)},
+        # Only root may open the TPU devices; the image has another default user.
+        "securityContext": {"runAsUser": 0},
+    }
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _SAVE_SECONDS,
+        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        **({"serviceAccountName": account} if account is not None else {}),
         "nodeSelector": selector,
-        "containers": [
-            {
-                "name": "train",
-                "image": pod.image,
-                # Kubernetes reads $(NAME) as a variable and $$ as a $.
-                "command": [
-                    "python",
-                    "-u",
-                    "-m",
-                    "lamb_tpu.train",
-                    *(item.replace("$", "$$") for item in pod.train),
-                ],
-                "resources": {"requests": dict(chips), "limits": dict(chips)},
-            }
-        ],
+        "containers": [container],
     }
     if pod.spot:
         selector["cloud.google.com/gke-spot"] = "true"
-        spec["tolerations"] = [
-            {
-                "key": "cloud.google.com/gke-spot",
-                "operator": "Equal",
-                "value": "true",
-                "effect": "NoSchedule",
-            }
-        ]
+        equal = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+        spec["tolerations"] = [{**equal, "effect": "NoSchedule"}]
     return spec
 
 
-def _accelerator(pod: Pod) -> str:
+def accelerator(pod: Pod) -> str | None:
+    """Returns GKE's accelerator label for the TPUs of a slice."""
     version = pod.topology.version
-    if version not in _ACCELERATORS:
-        raise UserError(
-            f"--topology is {pod.topology.name!r}, and GKE has no TPU {version}; it has "
-            f"{', '.join(_ACCELERATORS)}"
-        )
-    return _V3_HOST if version == "v3" and pod.hosts == 1 else _ACCELERATORS[version]
-
-
-def _shape(pod: Pod) -> str:
-    sides = pod.topology.shape
-    return "x".join(map(str, sides[:2] if pod.topology.version in _FLAT else sides))
+    return _V3_HOST if version == "v3" and pod.hosts == 1 else GENERATIONS[version].gke

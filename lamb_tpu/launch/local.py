@@ -1,10 +1,10 @@
-"""Several processes of one run on this machine, on simulated CPU devices.
+"""Runs several processes of one run on this machine, on simulated CPU devices.
 
-They execute the code of a run on many hosts and talk over loopback. None outlives the launcher.
+The processes execute the same code as a run on many hosts, and communicate over loopback. No process
+outlives the launcher.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -15,51 +15,47 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
+from lamb_tpu import limits, terminal
+from lamb_tpu.cluster import children, signals
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import buckets
+from lamb_tpu.files import buckets, writing
 from lamb_tpu.launch import arguments as arguments_lib
 
-# The time that the other processes have after one has failed. They can do nothing without it, but
-# may complete a file that they are writing.
+# Time for the other processes to end after one has failed: they cannot continue, but may be writing
+# a file.
 _SECONDS_AFTER_FAILURE = 3.0
 _POLL_SECONDS = 0.05
-# A process that loses another one may seem to end before that one: wait before deciding.
+# A process that loses a peer may appear to end before this peer: wait before naming the cause.
 _SETTLE_SECONDS = 0.2
 _LINES_SHOWN = 20
-_BYTES_READ = 2**20  # at the end of a log
-_PR_SET_PDEATHSIG = 1  # option of Linux' prctl
+_PROCESS_BYTES = 2**28  # lower bound of the memory of a process
+_BYTES_READ = 2**20  # read from the end of a log
 _INTERRUPTED = 130  # exit status after Ctrl-C
-_SHOW_CURSOR = "\x1b[?25h"  # a progress bar that was killed has hidden it
+_SHOW_CURSOR = "\x1b[?25h"  # a killed progress bar leaves the cursor hidden
 
 
 @dataclasses.dataclass
 class _Process:
-    """One process of the run.
+    """One process of the run."""
 
-    Attributes:
-      index: the process' id in the run.
-      popen: the process. It leads a session of its own, so that its children can be ended with it.
-      log: file for its output; None is the terminal.
-      log_start: length of the log before this run, in bytes.
-    """
-
-    index: int
+    index: int  # process id in the run
+    # The process. It leads a new session, so that its children can be ended with it.
     popen: subprocess.Popen
-    log: pathlib.Path | None
-    log_start: int
+    log: pathlib.Path | None  # file for its output; None for the terminal
+    log_start: int  # length of the log before this run, in bytes
 
     def status(self) -> int | None:
-        """Returns the exit status; minus the signal that ended the process; None while it runs."""
+        """Returns the exit status, negative for a signal; None while the process runs."""
         if self.popen.returncode is None and self.popen.poll() is not None:
-            self._signal_group(signal.SIGKILL)  # children that it has left behind
+            self._signal_group(signal.SIGKILL)  # end children that the process left running
         return self.popen.returncode
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and its children if it still runs."""
-        if self.status() is None:  # later its id may belong to another program
+        if self.status() is None:  # the system may reuse the id of a process that has ended
             self._signal_group(number)
 
     def _signal_group(self, number: int) -> None:
@@ -72,7 +68,7 @@ class _Process:
         self.popen.wait()
 
     def ending(self) -> str:
-        """Returns a description of how the process ended."""
+        """Describes how the process ended."""
         status = self.status()
         if status is None:
             return "runs"
@@ -87,27 +83,37 @@ def run_local(
     num_processes: int,
     devices_per_process: int,
     grace_seconds: float,
-    log_folder: pathlib.Path,
 ) -> int:
     """Runs `python -m module arguments` in several processes of one run on this machine.
 
-    No process outlives this function. On Linux none outlives this process, even if it is killed.
+    No process outlives this function. On Linux, they also end if this process is killed.
 
     Args:
       module: dotted name of a module that calls `lamb_tpu.cluster.distributed.initialize`.
-      arguments: command-line arguments of the module.
+      arguments: arguments of the module. If they have --workdir, its folder `logs` holds the logs
+        of all processes except the first; otherwise a temporary folder does.
       num_processes: number of processes, at least 1.
       devices_per_process: number of simulated CPU devices of each process.
-      grace_seconds: time for the processes to end after a signal to this process, which is sent on.
-      log_folder: folder for process-1.log and so on; process 0 writes where this process does.
+      grace_seconds: time for the processes to end after this process received and forwarded a signal.
 
     Returns:
-      0, or the exit status of the process that failed first: 128 plus the signal's number if a
-      signal ended it. `os.EX_TEMPFAIL` if the processes were preempted.
+      0, or the exit status of the process that failed first (128 plus the signal number if a signal
+      ended the process); `os.EX_TEMPFAIL` if the processes were preempted.
+
+    Raises:
+      UserError: the module does not exist, or the folder of the logs cannot be written.
     """
-    port = _free_port()
-    processes: list[_Process] = []
-    with _signals_received() as received:
+    _check_module(module)  # otherwise every process would report the error
+    # `terminal.lasting` lets the processes save even if the terminal is closed.
+    with terminal.lasting(), _signals_received() as received:
+        log_folder, logs = pathlib.Path(), ""
+        if num_processes > 1:
+            log_folder = _log_folder(arguments)
+            logs = f"; output of the other processes: {log_folder}/process-*.log"
+        devices = f"{devices_per_process} CPU device(s) each, on this machine"
+        _report(f"{num_processes} process(es) with {devices}{logs}")
+        port = _free_port()
+        processes: list[_Process] = []
         try:
             for index in range(num_processes):
                 log = log_folder / f"process-{index}.log" if index else None
@@ -123,7 +129,7 @@ def run_local(
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        # For port 0 the system chooses a free one.
+        # For port 0 the system chooses a free port.
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
@@ -133,18 +139,18 @@ def _environment(index: int, num_processes: int, devices: int, port: int) -> Map
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",  # open to this machine only
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",  # accessible only from this machine
         "JAX_NUM_PROCESSES": str(num_processes),
         "JAX_PROCESS_ID": str(index),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         # The CPU runtime sizes its thread pool by the number of cores. With fewer threads than
-        # simulated devices the all-reduce of a step can wait forever.
+        # simulated devices, the all-reduce of a step can deadlock.
         "NPROC": str(max(32, 4 * devices)),
-        "PYTHONUNBUFFERED": "1",  # a killed process leaves its last lines
+        "PYTHONUNBUFFERED": "1",  # preserves the last lines of a killed process
     }
     if {"grpc_proxy", "https_proxy", "http_proxy"} & environment.keys():
-        environment["no_grpc_proxy"] = "127.0.0.1"  # gRPC would look for it behind the proxy
+        environment["no_grpc_proxy"] = "127.0.0.1"  # gRPC must not use the proxy for loopback
     return environment
 
 
@@ -155,8 +161,8 @@ def _start(
         output: TextIO | None = None
         log_start = 0
         if log is not None:
-            # Logs of earlier starts are kept; `log_start` is where this start's begins. The
-            # process shares the file's position, so it is asked for before there is a process.
+            # Append to the logs of earlier starts; `log_start` marks the beginning of this start.
+            # Read the position before the process exists, because the process shares it.
             output = stack.enter_context(log.open("a"))
             log_start = output.tell()
         popen = subprocess.Popen(
@@ -165,34 +171,20 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
-            start_new_session=True,  # the launcher forwards Ctrl-C; the terminal must not send it
-            preexec_fn=_end_with_parent(),
+            start_new_session=True,  # the terminal's Ctrl-C reaches only the launcher, which forwards it
+            preexec_fn=children.following(),
         )
         return _Process(index, popen, log, log_start)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """Returns a function for a child to call first: the kernel then kills it with this process."""
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the kernel was asked
-            os._exit(1)
-
-    return ask_kernel
-
-
 @contextlib.contextmanager
 def _signals_received() -> Iterator[list[int]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of their usual effects."""
+    """Collects SIGINT, SIGTERM and SIGHUP in a list instead of ending this process."""
     received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
         numbers.append(signal.SIGHUP)
-    # The handlers only take note: `_supervise` reads the list at each poll.
+    # The handlers only append; `_supervise` polls the list.
     before = [signal.signal(number, lambda got, frame: received.append(got)) for number in numbers]
     try:
         yield received
@@ -202,30 +194,30 @@ def _signals_received() -> Iterator[list[int]]:
 
 
 def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds: float) -> int:
-    """Waits for all processes, ends them after a failure or signal; returns the run's status."""
+    """Waits for all processes, and ends them after a failure or signal; returns the exit status."""
     deadline = float("inf")
     forwarded = 0
     failed: _Process | None = None
     while running := [process for process in processes if process.status() is None]:
         if failed is None and any(process.status() for process in processes):
-            # A process has failed, and the others cannot go on without it.
+            # A process has failed, and the others cannot continue without it.
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
-            assert failed is not None  # one had a status other than 0 before the wait
-            # Preempted processes end by themselves, after their last save.
+            assert failed is not None  # a process had failed before the wait
+            # Preempted processes save and then end by themselves.
             seconds = grace_seconds if _was_asked(failed) else _SECONDS_AFTER_FAILURE
             deadline = min(deadline, time.monotonic() + seconds)
             # After a forwarded signal the processes are expected to end.
             if not forwarded:
                 _explain(failed)
                 _signal_all(running, signal.SIGTERM)
-        # The first signal is passed on and leaves time to save; a second one kills.
+        # Forward the first signal and leave time to save; kill after a second signal.
         for number in received[forwarded:]:
             forwarded += 1
             if forwarded == 1:
-                _tell(
+                _report(
                     f"{signal.Signals(number).name}: the processes have {grace_seconds:g} s to "
-                    "save and end; again to kill them"
+                    "save and end; send the signal again to kill them"
                 )
                 _signal_all(running, number)
                 deadline = min(deadline, time.monotonic() + grace_seconds)
@@ -233,7 +225,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
                 deadline = 0.0
         if time.monotonic() >= deadline:
             names = ", ".join(str(process.index) for process in running)
-            _tell(f"killing process {names}, which did not end in time")
+            _report(f"killing process {names}, which did not end in time")
             for process in running:
                 process.end()
             break
@@ -246,42 +238,46 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
     if failed is None:
         return 0
     if _is_preempted(failed):
-        _tell("preempted; start the same command again to resume")
+        _report("preempted; start the same command again to resume")
         return os.EX_TEMPFAIL
     status = failed.status()
     assert status is not None  # it has ended
-    if status == _INTERRUPTED:
-        _tell("interrupted; start the same command again to resume")
+    if status in (_INTERRUPTED, -signal.SIGINT):
+        _report("interrupted; start the same command again to resume")
     return status if status > 0 else 128 - status
 
 
 def _is_preempted(process: _Process) -> bool:
-    """Returns whether a process was preempted: it saved and ended, or SIGTERM ended it early."""
+    """Returns whether a process saved and ended after SIGTERM, or SIGTERM ended it before it saved."""
     return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
 def _was_asked(process: _Process) -> bool:
-    """Returns whether a process ended because of SIGTERM or Ctrl-C, after saving."""
-    return _is_preempted(process) or process.status() == _INTERRUPTED
+    """Returns whether a process ended because of SIGTERM or Ctrl-C, after a save if it could save."""
+    # -SIGINT: before a program installs its handlers, Ctrl-C has the default action.
+    return _is_preempted(process) or process.status() in (_INTERRUPTED, -signal.SIGINT)
 
 
 def _signal_all(processes: Sequence[_Process], number: int) -> None:
     for process in processes:
         process.signal(number)
-        process.signal(signal.SIGCONT)  # a stopped process would not receive it
+        process.signal(signal.SIGCONT)  # a stopped process would not handle it
 
 
 def _first_failed(processes: Sequence[_Process]) -> _Process | None:
-    """Returns the process whose failure probably caused the others'.
+    """Returns the process whose failure probably caused the other failures.
 
-    JAX aborts a process when it loses another one, so a process that ended in another way is the
-    cause. A preempted process never is.
+    A process that loses its peer ends with `signals.LOST_PEER`, or JAX aborts it, so a process that
+    ended in another way is the likely cause, above all if nobody asked it to end.
     """
     failed = [process for process in processes if process.status()]
     return min(
         failed,
-        # False sorts before True: processes that JAX aborted come last.
-        key=lambda process: (process.status() == -signal.SIGABRT, _was_asked(process)),
+        # False sorts before True.
+        key=lambda process: (
+            process.status() in (signals.LOST_PEER, -signal.SIGABRT),
+            _was_asked(process),
+        ),
         default=None,
     )
 
@@ -291,81 +287,68 @@ def _explain(process: _Process) -> None:
         return
     text = f"process {process.index} {process.ending()}"
     if process.log is None:
-        _tell(f"{text}; its output is above, that of any others in the logs")
+        _report(f"{text}; its output is above, and the output of other processes is in the logs")
         return
     try:
         with process.log.open("rb") as file:
             file.seek(max(process.log_start, os.path.getsize(process.log) - _BYTES_READ))
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:  # the folder was deleted with the run's
-        _tell(f"{text}; what it wrote in {process.log} cannot be read ({error.strerror})")
+    except OSError as error:  # the log was deleted with the workdir
+        _report(f"{text}; its log {process.log} cannot be read ({error.strerror})")
         return
-    # Pages of a stack trace follow JAX' last message: leave them out.
+    # Leave out the pages of stack trace after JAX's last message.
     ends = [number for number, line in enumerate(lines) if line.startswith("*** Check failure")]
     shown = lines[: ends[0] if ends else None][-_LINES_SHOWN:]
-    _tell(f"{text}; all that it wrote is in {process.log}, which ends:")
+    _report(f"{text}; its log {process.log} ends with:")
     print("".join(f"  | {line}\n" for line in shown), end="", file=sys.stderr, flush=True)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def run_here(
-    module: str,
-    arguments: Sequence[str],
-    num_processes: int,
-    devices_per_process: int,
-    grace_seconds: float,
-) -> int:
-    """Says what will run and where its logs lie, then calls `run_local`.
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    Args:
-      module: as for `run_local`, as are the others.
-      arguments: logs of processes but the first go to `logs` in the --workdir among them, or to a
-        temporary folder.
-      num_processes: number of processes.
-      devices_per_process: simulated CPU devices of each.
-      grace_seconds: time for the processes to end.
 
-    Returns:
-      The exit status, as `run_local`.
-
-    Raises:
-      UserError: the module does not exist, or the folder of the logs cannot be written.
-    """
-    _check_module(module)  # otherwise every process would report it
-    folder, logs = pathlib.Path(), ""
-    if num_processes > 1:
-        folder = _log_folder(arguments)
-        logs = f"; output of the others: {folder}/process-*.log"
-    _tell(
-        f"{num_processes} process(es) of {devices_per_process} CPU device(s) on this machine{logs}"
-    )
-    return run_local(module, arguments, num_processes, devices_per_process, grace_seconds, folder)
+def check_memory(num_processes: int, devices_per_process: int) -> None:
+    """Rejects more processes or devices than this machine can hold, before any process starts."""
+    devices = num_processes * devices_per_process
+    if devices > limits.MAX_CPU_DEVICES:
+        raise UserError(
+            "--processes",
+            num_processes,
+            f"with --devices-per-process={devices_per_process} makes {devices:,} simulated "
+            "devices, each of which takes threads",
+            f"use at most {limits.MAX_CPU_DEVICES:,} devices",
+        )
+    needed, memory = num_processes * _PROCESS_BYTES, _memory()
+    if needed > memory:
+        raise UserError(
+            "--processes",
+            num_processes,
+            f"needs at least {needed / 2**30:,.0f} GiB ({_PROCESS_BYTES / 2**30:.2g} GiB for each "
+            f"process), but this machine has {memory / 2**30:,.0f} GiB",
+            f"use at most {memory // _PROCESS_BYTES:,}",
+        )
 
 
 def _log_folder(arguments: Sequence[str]) -> pathlib.Path:
-    """Returns `logs` in the --workdir among the arguments, or else a temporary folder."""
+    """Returns the folder `logs` in --workdir, or a temporary folder."""
     workdir = arguments_lib.workdir(arguments)
-    # The logs of processes of this machine stay on it.
+    # Logs are not written to a bucket.
     if workdir is None or buckets.is_remote(workdir):
         return pathlib.Path(tempfile.mkdtemp(prefix="lamb_tpu-logs-"))
     folder = pathlib.Path(workdir).expanduser().absolute() / "logs"
-    try:
+    with writing.checked(folder.parent, "--workdir"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--workdir {folder.parent} cannot be written ({error.strerror}); give a folder that "
-            "can"
-        ) from None
     return folder
 
 
 def _check_module(name: str) -> None:
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise UserError(f"--module={name}: there is no such module")
+        spec = None
+    if spec is None:
+        raise UserError("--module", name, "does not exist", "give a module such as lamb_tpu.train")

@@ -1,4 +1,4 @@
-"""A launch as numbered shell commands: shown as a script, or run one at a time."""
+"""A launch as numbered shell commands, printed as a script or run one at a time."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import out_of_range
 
 _WIDTH = 80
 _CONTINUED = " \\\n    "
@@ -16,23 +16,17 @@ _INTERRUPTED = 130  # exit status after Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command of a launch.
-
-    Attributes:
-      title: what the command does, in one line.
-      command: text for a shell.
-      billed: whether machines that cost money may exist once it has begun.
-      deletes: whether it ends those machines; such a step is run only on request.
-    """
+    """One command of a launch."""
 
     title: str
     command: str
-    billed: bool = True
+    billed: bool = True  # whether machines that cost money may exist once the step has begun
+    # Whether the step deletes those machines; such a step is run only on request.
     deletes: bool = False
 
 
 def join(*parts: str) -> str:
-    """Returns the words of one command quoted for a shell, over several lines where they are long.
+    """Quotes the words of one command for a shell, and wraps a long command before its options.
 
     >>> print(join("ls", "a b", "--sort=$x"))
     ls 'a b' --sort='$x'
@@ -41,7 +35,6 @@ def join(*parts: str) -> str:
     line = " ".join(words)
     if len(line) <= _WIDTH and "\n" not in line:
         return line
-    # Broken before options.
     lines = [words[0]]
     for word in words[1:]:
         if word.startswith("--"):
@@ -51,22 +44,28 @@ def join(*parts: str) -> str:
     return _CONTINUED.join(lines)
 
 
+def command(words: str, *more: str) -> str:
+    """Applies `join` to `words`, which is split at spaces, followed by the words `more`.
+
+    >>> print(command("git archive", "--format=tar"))
+    git archive --format=tar
+    """
+    return join(*words.split(), *more)
+
+
+def in_turn(*commands: str) -> str:
+    """Chains commands so that each runs only if the previous command succeeds."""
+    return " &&\n".join(commands)
+
+
 def quote(part: str) -> str:
-    """Returns a word quoted for a shell; of an option only its value, which is easier to read."""
+    """Quotes a word for a shell; in an option, quotes only the value, for readability."""
     option = re.match(r"--[\w.-]+=", part)
     return option[0] + shlex.quote(part[option.end() :]) if option else shlex.quote(part)
 
 
 def script(steps: Sequence[Step], start: int = 1) -> str:
-    """Returns the steps from number `start` on as the text of a shell script.
-
-    Args:
-      steps: all steps of the launch.
-      start: number of the first step to show, from 1.
-
-    Raises:
-      UserError: there is no step of that number.
-    """
+    """Returns the steps from number `start` on, counted from 1, as a shell script."""
     _check_start(steps, start)
     return "\n\n".join(
         f"# {number}. {step.title}\n{step.command}"
@@ -76,19 +75,19 @@ def script(steps: Sequence[Step], start: int = 1) -> str:
 
 
 def run(steps: Sequence[Step], start: int, delete: bool, again: Sequence[str]) -> int:
-    """Runs the steps from number `start` on, each shown before, up to the first that fails.
+    """Prints and runs the steps from number `start` on, up to the first that fails.
 
     Args:
       steps: all steps of the launch.
       start: number of the first step to run, from 1.
-      delete: whether to run the steps that delete machines too.
-      again: the command line of the launch, which a message repeats with another --from-step.
+      delete: whether to also run the steps that delete machines.
+      again: command line of the launch; after a failure it is printed with another --from-step.
 
     Returns:
-      0, or the exit status for a step that failed: 1, or 130 after Ctrl-C.
+      The exit status: 0, or 1 if a step failed, or 130 after Ctrl-C.
 
     Raises:
-      UserError: there is no step of that number.
+      UserError: there is no step with that number.
     """
     _check_start(steps, start)
     rest = [step for step in steps if step.deletes]
@@ -99,8 +98,9 @@ def run(steps: Sequence[Step], start: int, delete: bool, again: Sequence[str]) -
         status = _execute(step.command)
         if status:
             how = "was interrupted" if status == _INTERRUPTED else f"failed with status {status}"
-            text = f"step {number} ({step.title}) {how}; go on from there with: " + _go_on(
-                again, number
+            text = (
+                f"step {number} ({step.title}) {how}; continue from there with: "
+                + _continuation(again, number)
             )
             if step.billed and rest:
                 text += f"\n{_cost(rest)}"
@@ -113,11 +113,11 @@ def run(steps: Sequence[Step], start: int, delete: bool, again: Sequence[str]) -
 
 def _check_start(steps: Sequence[Step], start: int) -> None:
     if not 1 <= start <= len(steps):
-        raise UserError(f"--from-step is {start}; the steps have the numbers 1 to {len(steps)}")
+        raise out_of_range("--from-step", start, f"1 to {len(steps)}")
 
 
 def _execute(command: str) -> int:
-    """Runs a command as the shell of a user would; Ctrl-C goes to it too."""
+    """Runs a command in bash, also interrupted by Ctrl-C; a pipe fails if any of its commands fails."""
     try:
         status = subprocess.run(["bash", "-o", "pipefail", "-c", command]).returncode
     except KeyboardInterrupt:
@@ -125,15 +125,15 @@ def _execute(command: str) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _go_on(again: Sequence[str], number: int) -> str:
+def _continuation(again: Sequence[str], number: int) -> str:
     at = again.index("--") if "--" in again else len(again)
-    own, words = [], iter(again[:at])
+    options, words = [], iter(again[:at])
     for word in words:
         if word == "--from-step":
-            next(words)  # its value
+            next(words)  # skip the value of --from-step
         elif not word.startswith("--from-step="):
-            own.append(word)
-    return shlex.join([*own, f"--from-step={number}", *again[at:]])
+            options.append(word)
+    return shlex.join([*options, f"--from-step={number}", *again[at:]])
 
 
 def _cost(rest: Sequence[Step]) -> str:

@@ -1,30 +1,34 @@
-"""Lists the networks with their costs: `python -m lamb_tpu.models [--json]`."""
+"""Lists the networks for config.model.name with their costs."""
 
-import argparse
 import json
+import sys
 from collections.abc import Sequence
 
 from lamb_tpu import terminal
+from lamb_tpu.errors import UserError
 from lamb_tpu.models.costs import COSTS, table
 
 _NOTE = """\
-Parameters are those trained; multiply-adds are of the forward pass of one
-input, in convolutions and dense layers, with each network's fields at their
-defaults. BERT is Base, with 20 masked tokens.
+Each network has its default fields. The parameters are the trained ones. The
+multiply-adds are those of one input's forward pass, in convolutions, dense
+layers and the attention of BERT and GNMT. BERT is BERT-Base with 20 masked
+tokens.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the list; returns 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lamb_tpu.models",
-        allow_abbrev=False,
-        epilog=_NOTE,
-        description="Lists the networks for config.model.name, with their costs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Prints the list; returns the exit status, which is 2 for an unknown argument."""
+    parser = terminal.Parser(
+        prog="python -m lamb_tpu.models", description=__doc__ or "", epilog=_NOTE
     )
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of JSON objects, not a table"
+    )
+    try:
+        options = parser.parse_all(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps([item._asdict() for item in COSTS], indent=2))
     else:

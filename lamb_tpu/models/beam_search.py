@@ -1,4 +1,4 @@
-"""Beam search for the best sentences of a network that writes word by word."""
+"""Beam search for networks that generate sentences word by word."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,18 +11,16 @@ Step = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
 
 
 class Search(NamedTuple):
-    """Settings of a search; the defaults of the two penalties are MLPerf's.
+    """Settings of a beam search; the penalties have MLPerf's values by default.
 
     Attributes:
-      max_length: most tokens of a sentence, its two signs included.
-      begin, end: ids of the signs that begin and end a sentence; the id 0 is padding.
-      beam: number of sentences that are pursued at once; 1 takes the likeliest word each time.
-      length_penalty: alpha of the length's norm.
-      length_constant: c of the length's norm.
-      coverage_penalty: beta, the weight of the coverage.
-      published: whether to score as MLPerf's published code does. There the coverage stays with the
-        place in the beam when a sentence moves to another, and a search that has reached
-        `max_length` is neither normalised nor penalised.
+      max_length: maximum number of tokens in a sentence, including the start and end tokens.
+      begin, end: ids of the start and end tokens; the id 0 is padding.
+      beam: number of hypotheses per sentence; 1 is greedy search.
+      length_penalty, length_constant, coverage_penalty: alpha, c and beta in the score, see `search`.
+      published: whether to compute the scores like MLPerf's published code. In that code, a
+        hypothesis that moves to another position in the beam leaves its coverage behind, and in a
+        row that reaches `max_length` the scores are log P, without normalisation and penalty.
     """
 
     max_length: int
@@ -35,16 +33,17 @@ class Search(NamedTuple):
     published: bool = False
 
 
-class Found(NamedTuple):
-    """The beams of each row at the end of a search.
+class Hypotheses(NamedTuple):
+    """The hypotheses of each row at the end of a search.
 
     Attributes:
-      tokens: int32 (rows, beam, max_length), from the first sign on. Sentences that end before the
-        last one of their beam repeat the end sign; 0 follows.
-      lengths: int32 (rows, beam), both signs counted.
+      tokens: int32 (rows, beam, max_length), including the start token. A hypothesis that ends
+        before the others of its row repeats the end token; after the row's last step comes padding.
+      lengths: int32 (rows, beam), including the start and end tokens.
       scores: (rows, beam), in the dtype of the logits.
-      coverage: (rows, beam, source steps), the sum of the attention's weights, in their dtype.
-      steps: int32 (), number of steps of the decoder.
+      coverage: (rows, beam, source steps), the sum over decoder steps of the attention weights, in
+        the dtype of the weights.
+      steps: int32 scalar, number of decoder steps.
     """
 
     tokens: jax.Array
@@ -54,18 +53,16 @@ class Found(NamedTuple):
     steps: jax.Array
 
 
-def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
-    """Searches for each row's sentences with the highest scores.
+def search(step: Step, memory: Any, state: Any, settings: Search) -> Hypotheses:
+    """Searches for the hypotheses with the highest scores in each row.
 
-    The score of a sentence of n tokens is log P / ((c + n) / (c + 1))^alpha + beta * sum over the
-    source of log(min(coverage, 1)), where source positions without any weight do not count. It is
-    applied at the end; the beam itself is chosen by log P. A row ends when all of its sentences
-    have. The rows do not influence each other. It can be compiled: all shapes are fixed.
+    The score of a hypothesis with n tokens, including the start and end tokens, is
+    log P / ((c + n) / (c + 1))^alpha + beta * sum of log(min(coverage, 1)) over the source positions
+    with nonzero coverage. The search itself compares log P; scores are computed at its end. A row
+    ends when all of its hypotheses have ended.
 
-    Args:
-      step: `(memory, state, tokens) -> (logits, weights, state)`, see `gnmt.Decode`.
-      memory, state: trees whose leaves have the rows as their first axis.
-      settings: see `Search`.
+    `step` is a function `(memory, state, tokens) -> (logits, weights, state)`; `gnmt.Decode`
+    describes its arguments and results. `memory` and `state` have rows as their first axis.
 
     References:
       Wu et al., Google's Neural Machine Translation System, arXiv:1609.08144, section 7.
@@ -75,80 +72,88 @@ def search(step: Step, memory: Any, state: Any, settings: Search) -> Found:
     memory, state = jax.tree.map(lambda x: jnp.repeat(x, beam, 0), (memory, state))
     tokens = jnp.zeros((rows, beam, length), jnp.int32).at[..., 0].set(settings.begin)
     logits, weights, _ = jax.eval_shape(step, memory, state, tokens[..., 0].ravel())
-    # No sentence has more than `beam` of the best continuations.
+    # At most `beam` continuations of one hypothesis can be among the best.
     width = min(beam, logits.shape[-1])
-    # Sentences that begin alike are one, so at first only the first of each beam counts.
+    # All hypotheses of a row are equal at first, so only the first hypothesis gets a finite score.
     scores = jnp.full((rows, beam), -jnp.inf, logits.dtype).at[:, 0].set(0.0)
-    found = Found(
-        tokens,
-        jnp.ones((rows, beam), jnp.int32),
-        scores,
-        jnp.zeros((rows, beam, weights.shape[-1]), weights.dtype),
-        jnp.zeros((), jnp.int32),
+    hypotheses = Hypotheses(
+        tokens=tokens,
+        lengths=jnp.ones((rows, beam), jnp.int32),
+        scores=scores,
+        coverage=jnp.zeros((rows, beam, weights.shape[-1]), weights.dtype),
+        steps=jnp.zeros((), jnp.int32),
     )
 
-    def goes_on(carried: tuple[Found, Any, jax.Array]) -> jax.Array:
-        found, _, done = carried
-        return (found.steps < length - 1) & ~jnp.all(done)
+    def continues(carried: tuple[Hypotheses, Any, jax.Array]) -> jax.Array:
+        old, _, done = carried
+        return (old.steps < length - 1) & ~jnp.all(done)
 
-    def advance(carried: tuple[Found, Any, jax.Array]) -> tuple[Found, Any, jax.Array]:
-        found, state, done = carried
-        last = lax.dynamic_index_in_dim(found.tokens, found.steps, 2, keepdims=False)
+    def advance(carried: tuple[Hypotheses, Any, jax.Array]) -> tuple[Hypotheses, Any, jax.Array]:
+        old, state, done = carried
+        last = lax.dynamic_index_in_dim(old.tokens, old.steps, 2, keepdims=False)
         ended = last == settings.end
         logits, weights, state = step(memory, state, last.ravel())
         likely, words = lax.top_k(jax.nn.log_softmax(logits), width)
         likely, words = (x.reshape(rows, beam, width) for x in (likely, words))
-        # A sentence that has ended has one continuation, the end sign once more.
+        # A hypothesis that has ended has one continuation, another end token.
         only = jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf)
         likely = jnp.where(ended[..., None], only, likely)
         words = jnp.where(ended[..., None], settings.end, words)
-        added = jnp.where(ended[..., None], 0, weights.reshape(found.coverage.shape))
-        coverage = found.coverage + added
-        lengths = found.lengths + jnp.int32(~ended)
-        scores, place = lax.top_k(
-            (found.scores[..., None] + likely).reshape(rows, beam * width), beam
+        added = jnp.where(ended[..., None], 0, weights.reshape(old.coverage.shape))
+        coverage = old.coverage + added
+        lengths = old.lengths + jnp.int32(~ended)
+        scores, chosen = lax.top_k(
+            (old.scores[..., None] + likely).reshape(rows, beam * width), beam
         )
-        source = place // width
-        word = jnp.take_along_axis(words.reshape(rows, beam * width), place, 1)
-        new = Found(
-            lax.dynamic_update_index_in_dim(_moved(found.tokens, source), word, found.steps + 1, 2),
-            _moved(lengths, source),
-            scores,
-            coverage if settings.published else _moved(coverage, source),
-            found.steps,
+        source = chosen // width
+        word = jnp.take_along_axis(words.reshape(rows, beam * width), chosen, 1)
+        new = Hypotheses(
+            tokens=lax.dynamic_update_index_in_dim(
+                _moved(old.tokens, source), word, old.steps + 1, 2
+            ),
+            lengths=_moved(lengths, source),
+            scores=scores,
+            coverage=coverage if settings.published else _moved(coverage, source),
+            steps=old.steps,
         )
-        kept = Found(
-            *(
-                x if x.ndim == 0 else jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), before, x)
-                for x, before in zip(new, found, strict=True)
-            )
-        )
+        new = Hypotheses(*(_frozen(done, before, x) for before, x in zip(old, new, strict=True)))
         state = jax.tree.map(
             lambda x: _moved(x.reshape(rows, beam, *x.shape[1:]), source).reshape(x.shape), state
         )
-        # A row whose sentences had all ended before this step has come to its end.
-        return kept._replace(steps=found.steps + 1), state, done | jnp.all(ended, 1)
+        # A row is done if all of its hypotheses had ended before this step.
+        return new._replace(steps=old.steps + 1), state, done | jnp.all(ended, 1)
 
-    found, _, done = lax.while_loop(goes_on, advance, (found, state, jnp.zeros(rows, bool)))
-    constant = settings.length_constant
-    lengths = found.lengths.astype(jnp.result_type(float))
+    start = hypotheses, state, jnp.zeros(rows, bool)
+    hypotheses, _, done = lax.while_loop(continues, advance, start)
+    return hypotheses._replace(scores=_scores(hypotheses, done, settings))
+
+
+def _scores(hypotheses: Hypotheses, done: jax.Array, settings: Search) -> jax.Array:
+    """Computes the scores of hypotheses from their log P, see `search`."""
+    constant, log_p = settings.length_constant, hypotheses.scores
+    lengths = hypotheses.lengths.astype(jnp.result_type(float))
     norm = ((constant + lengths) / (constant + 1)) ** settings.length_penalty
-    covered = jnp.minimum(found.coverage, 1)
+    covered = jnp.minimum(hypotheses.coverage, 1)
     penalty = jnp.sum(jnp.where(covered > 0, jnp.log(jnp.where(covered > 0, covered, 1)), 0), -1)
-    scores = found.scores / norm.astype(found.scores.dtype) + settings.coverage_penalty * penalty
-    if settings.published:
-        scores = jnp.where(done[:, None], scores, found.scores)
-    return found._replace(scores=scores)
+    scores = log_p / norm.astype(log_p.dtype) + settings.coverage_penalty * penalty
+    return jnp.where(done[:, None], scores, log_p) if settings.published else scores
 
 
-def best(found: Found, end: int) -> jax.Array:
-    """Returns the tokens of each row's best sentence, int32 (rows, max_length), 0 after its end."""
-    chosen = jnp.argmax(found.scores, -1)
-    tokens = jnp.take_along_axis(found.tokens, chosen[:, None, None], 1)[:, 0]
+def best(hypotheses: Hypotheses, end: int) -> jax.Array:
+    """Returns each row's best sentence, int32 (rows, max_length), with padding after its end."""
+    chosen = jnp.argmax(hypotheses.scores, -1)
+    tokens = jnp.take_along_axis(hypotheses.tokens, chosen[:, None, None], 1)[:, 0]
     is_end = tokens == end
     return jnp.where(jnp.cumsum(is_end, -1) > jnp.where(is_end, 1, 0), 0, tokens)
 
 
+def _frozen(done: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+    """Returns `before` for rows that are done, and `after` for all other rows."""
+    if after.ndim == 0:
+        return after
+    return jnp.where(done.reshape(-1, *[1] * (after.ndim - 1)), before, after)
+
+
 def _moved(x: jax.Array, source: jax.Array) -> jax.Array:
-    """Returns (rows, beam, ...) with each sentence from the place in the beam it continues."""
+    """Moves the values of hypotheses, (rows, beam, ...), from the beam positions `source`."""
     return jnp.take_along_axis(x, source.reshape(*source.shape, *[1] * (x.ndim - 2)), 1)

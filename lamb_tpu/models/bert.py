@@ -1,4 +1,4 @@
-"""BERT: its config, sizes and network, and checkpoints in Hugging Face's layout."""
+"""BERT: config, sizes, network, and checkpoints in Hugging Face's layout."""
 
 from lamb_tpu.models.bert_huggingface import from_huggingface, to_huggingface
 from lamb_tpu.models.bert_network import DTYPES, HEADS, SIZES, Bert, BertConfig

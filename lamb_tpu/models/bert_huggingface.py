@@ -1,5 +1,6 @@
 """BERT checkpoints in the layout of Hugging Face's transformers."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,11 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading
+from lamb_tpu.errors import UserError, unreadable
+from lamb_tpu.files import reading, writing
 from lamb_tpu.files import tensors as tensors_lib
 from lamb_tpu.files.tensors import INDEX, WEIGHTS
 from lamb_tpu.models.bert_network import BertConfig
@@ -35,28 +37,28 @@ _FIELDS = {
     "initializer_range": "initializer_range",
     "layer_norm_eps": "layer_norm_eps",
 }
-# `hidden_act` -> our name. transformers has two names for the same approximation by tanh.
+# `hidden_act` -> our name. transformers has two names for the tanh approximation.
 _GELUS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-# Heads -> the class of transformers with exactly these heads.
+# Heads -> the class in transformers that has exactly these heads.
 _ARCHITECTURES = {
     ("mlm", "nsp"): "BertForPreTraining",
     ("mlm",): "BertForMaskedLM",
     ("nsp",): "BertForNextSentencePrediction",
     ("span",): "BertForQuestionAnswering",
 }
-# A tensor that only this head has.
-_TELLING = {
+# For each head, a tensor that only checkpoints with this head have.
+_HEAD_TENSORS = {
     "mlm": "cls.predictions.bias",
     "nsp": "cls.seq_relationship.weight",
     "span": "qa_outputs.weight",
 }
-_PREFIX, _OF_ENCODER = "bert.", ("embeddings.", "encoder.", "pooler.")
-# Copies of tied tensors -> the originals. Some published files hold both.
+_PREFIX, _ENCODER_PREFIXES = "bert.", ("embeddings.", "encoder.", "pooler.")
+# Copies of tied tensors -> the originals. Some published files contain both.
 _DECODER = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-# Modules of an encoder layer: our path -> their name.
+# Modules of an encoder layer: our path -> Hugging Face's name.
 _LAYER = {
     "attention/query": "attention.self.query",
     "attention/key": "attention.self.key",
@@ -70,7 +72,7 @@ _LAYER = {
 
 
 def _modules(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """Yields our path and their name of every dense layer and LayerNorm."""
+    """Yields our path and Hugging Face's name of every dense layer and LayerNorm."""
     yield "embeddings/norm", "bert.embeddings.LayerNorm"
     for index in range(config.num_layers):
         for ours, theirs in _LAYER.items():
@@ -86,10 +88,10 @@ def _modules(config: BertConfig) -> Iterator[tuple[str, str]]:
 
 
 def _names(config: BertConfig) -> dict[str, str]:
-    """Returns our path -> their name for every parameter, with unrolled layers."""
+    """Returns our path -> Hugging Face's name for every parameter, with unrolled layers."""
     names = {
-        f"embeddings/{kind}": f"bert.embeddings.{kind}_embeddings.weight"
-        for kind in ("word", "position", "token_type")
+        f"embeddings/{name}": f"bert.embeddings.{name}_embeddings.weight"
+        for name in ("word", "position", "token_type")
     }
     for ours, theirs in _modules(config):
         names[f"{ours}/{'scale' if ours.endswith('norm') else 'kernel'}"] = f"{theirs}.weight"
@@ -100,21 +102,23 @@ def _names(config: BertConfig) -> dict[str, str]:
 
 
 def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dict[str, Any]]:
-    """Reads config.json and model.safetensors, or its shards by model.safetensors.index.json.
+    """Reads a BERT in Hugging Face's format.
 
     Args:
-      directory: folder with the tensors of BertForPreTraining, BertForMaskedLM,
-        BertForNextSentencePrediction, BertForQuestionAnswering or BertModel, which has no head.
-        The tensors decide which heads there are. A pooler without the head 'nsp' is left out.
+      directory: folder with config.json, and with model.safetensors or the shards that
+        model.safetensors.index.json lists. The network may be a BertForPreTraining,
+        BertForMaskedLM, BertForNextSentencePrediction, BertForQuestionAnswering, or a BertModel,
+        which has no head. The tensors determine the heads. Without the head 'nsp', a pooler is
+        ignored.
 
     Returns:
-      The config, with activations in float32 and unrolled layers (see `transformer.stack_layers`),
-      and its parameters as float32 NumPy arrays.
+      The config, with float32 activations and unrolled layers (see `transformer.stack_layers`), and
+      the parameters as float32 NumPy arrays.
 
     Raises:
-      UserError: a file is missing or malformed; a setting belongs to another network than BERT; a
-        tensor is missing, superfluous, not finite or of another shape than the config demands; or
-        the output matrix differs from the word embeddings.
+      UserError: a file is missing or malformed; config.json does not describe a BERT; a tensor is
+        missing, unexpected, not finite or of another shape than the config requires; or the output
+        matrix differs from the word embeddings.
     """
     directory = pathlib.Path(directory)
     settings = _read_settings(directory)
@@ -122,23 +126,21 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
     if file is None:
         for other in sorted(directory.iterdir()):
             tensors_lib.check_format(other, str(directory))
-        raise UserError(f"{directory} has no {WEIGHTS}, and no {INDEX} with its shards")
+        problem = f"has no {WEIGHTS}, and no {INDEX} with its shards"
+        raise UserError(directory, ..., problem, "copy the weights into this folder")
     tensors = tensors_lib.load(file)
-    # Checkpoints converted from TensorFlow keep its names.
-    tensors = {
-        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-            "LayerNorm.beta", "LayerNorm.bias"
-        ): tensor
-        for name, tensor in tensors.items()
-    }
-    # BertModel, which is the encoder alone, saves its tensors without the prefix of the others.
-    if not any(name.startswith(_PREFIX) for name in tensors):
-        tensors = {
-            _PREFIX + name if name.startswith(_OF_ENCODER) else name: tensor
-            for name, tensor in tensors.items()
-        }
-    # The heads are read from the tensors, because config.json need not list them.
-    heads = tuple(head for head, name in _TELLING.items() if name in tensors)
+    has_prefix = any(name.startswith(_PREFIX) for name in tensors)
+
+    def renamed(name: str) -> str:
+        # Checkpoints converted from TensorFlow have TensorFlow's names.
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        # BertModel, which is only the encoder, saves its tensors without the prefix.
+        return name if has_prefix or not name.startswith(_ENCODER_PREFIXES) else _PREFIX + name
+
+    tensors = {renamed(name): tensor for name, tensor in tensors.items()}
+    # config.json may not list the heads.
+    heads = tuple(head for head, name in _HEAD_TENSORS.items() if name in tensors)
     config = _config(settings, heads, directory / CONFIG)
     _check_tied(tensors, config, file)
     return config, _params(tensors, config, file)
@@ -147,32 +149,31 @@ def from_huggingface(directory: str | os.PathLike[str]) -> tuple[BertConfig, dic
 def to_huggingface(
     config: BertConfig, params: Mapping[str, Any], directory: str | os.PathLike[str]
 ) -> None:
-    """Writes config.json and model.safetensors, which `from_pretrained` of transformers reads.
+    """Writes config.json and model.safetensors for `from_pretrained` of transformers.
 
-    As in transformers, the output matrix of masked words, which equals the word embeddings, is not
-    written again.
+    As in transformers, the output matrix for masked words is not written, because it equals the word
+    embeddings.
 
     Args:
       config: a config with the heads 'mlm' and 'nsp' (for BertForPreTraining), or only one of
         'mlm', 'nsp' and 'span'.
       params: the network's parameters, with layers unrolled or scanned; written in float32.
-      directory: folder to write; created if it is missing. Files of these names are replaced.
+      directory: folder to write; created if it is missing. Existing files are replaced.
 
     Raises:
       UserError: transformers has no network with these heads, or the folder cannot be written.
-      ValueError: the parameters are not those of the config.
+      ValueError: the parameters do not match the config.
     """
     if config.heads not in _ARCHITECTURES:
         known = "; ".join(", ".join(heads) for heads in _ARCHITECTURES)
-        raise UserError(
-            f"config.model.heads is {config.heads}; there are Hugging Face networks with: {known}"
-        )
+        problem = "does not match a Hugging Face network"
+        raise UserError("config.model.heads", config.heads, problem, f"use {known}")
     # transformers has no stacked layers.
-    leaves, _ = jax.tree_util.tree_flatten_with_path(unstack_layers(params))
-    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    flat = flatten_dict(unstack_layers(params), sep="/")
     names = _names(config)
     if set(flat) != set(names):
-        raise ValueError(f"parameters that differ: {', '.join(sorted(set(flat) ^ set(names)))}")
+        differing = ", ".join(sorted(set(flat) ^ set(names)))
+        raise ValueError(f"params must have the parameters of the config; differing: {differing}")
     tensors = {
         name: np.ascontiguousarray(_theirs(path, np.asarray(flat[path], np.float32)))
         for path, name in names.items()
@@ -194,42 +195,38 @@ def write_folder(
     settings: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
 ) -> None:
-    """Writes `settings` as config.json and `tensors` as model.safetensors.
+    """Writes `settings` as config.json and `tensors` as model.safetensors into a folder.
 
-    Args:
-      directory: folder to write; created if it is missing. Files of these names are replaced.
-      settings: content of config.json.
-      tensors: content of model.safetensors.
-
-    Raises:
-      UserError: the folder cannot be written.
+    Creates the folder if it is missing, and replaces existing files. Raises UserError if the folder
+    cannot be written.
     """
     directory = pathlib.Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        writing.replace(directory / CONFIG, text, "the folder")
         # The metadata that transformers and timm write.
         save_file(dict(tensors), directory / WEIGHTS, {"format": "pt"})
-        # safetensors makes its file readable by the owner only.
+        # safetensors makes its file readable only by the owner.
         shutil.copymode(directory / CONFIG, directory / WEIGHTS)
-    except (OSError, SafetensorError) as error:  # no right to write there, a full disk
-        raise UserError(f"{directory} cannot be written ({error}); give another folder") from None
+    except (OSError, SafetensorError) as error:  # no permission, or a full disk
+        raise unreadable(directory, error, "give another folder", "cannot be written") from None
 
 
 def _theirs(path: str, leaf: np.ndarray) -> np.ndarray:
-    # PyTorch keeps a dense layer's matrix as (outputs, inputs). Its own inverse.
+    # PyTorch stores a dense layer's matrix as (outputs, inputs). This function is its own inverse.
     return leaf.T if path.endswith("/kernel") else leaf
 
 
 def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.exists():
-        raise UserError(f"{directory} has no {CONFIG}")
+        raise UserError(directory, ..., f"has no {CONFIG}", "copy this file into the folder")
     try:
         settings = reading.read_json(file)
     except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error})") from None
-    # Defaults of transformers for keys that config.json leaves out.
+        raise unreadable(file, error, "copy it again", "is not JSON") from None
+    # Accepted values; None where config.json may omit the key.
     expected = {
         "model_type": ("bert",),
         "position_embedding_type": ("absolute", None),
@@ -238,10 +235,10 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
         "hidden_act": (*_GELUS, None),
     }
     for name, values in expected.items():
-        found = settings.get(name) if isinstance(settings, dict) else None
-        if found not in values:
-            known = ", ".join(repr(value) for value in values if value is not None)
-            raise UserError(f"{file} says {name}={found!r}; a BERT that can be read has {known}")
+        value = settings.get(name) if isinstance(settings, dict) else None
+        if value not in values:
+            known = " or ".join(repr(value) for value in values if value is not None)
+            raise UserError(file, ..., f"says {name}={value!r}", f"use a BERT with {name}={known}")
     return settings
 
 
@@ -251,51 +248,47 @@ def _config(settings: Mapping[str, Any], heads: tuple[str, ...], file: pathlib.P
     try:
         return BertConfig(**fields, heads=heads, gelu=gelu, dtype="float32")
     except UserError as error:
-        raise UserError(f"{file} does not describe a BERT: {error}") from None
+        raise UserError(f"{file} does not describe a BERT: {error.key}", *error.args[1:]) from None
 
 
 def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path) -> None:
-    # The network has one matrix for both, so two different ones could not be represented.
+    # Our network has a single array for each of these pairs, so the two tensors must be equal.
     for copy, original in _DECODER.items():
         if copy in tensors and not (
             original in tensors and np.array_equal(tensors[copy], tensors[original])
         ):
-            raise UserError(f"{file} has a {copy} of its own; it must be equal to {original}")
+            raise UserError(
+                file, ..., f"has a {copy} that differs from {original}", "make them equal"
+            )
 
 
 def _params(
     tensors: Mapping[str, np.ndarray], config: BertConfig, file: pathlib.Path
 ) -> dict[str, Any]:
-    """Returns the tree of parameters, each checked against the network's shape."""
+    """Checks the names and shapes of the tensors, and returns the tree of parameters."""
     names = _names(config)
     missing = [name for name in names.values() if name not in tensors]
     if missing:
-        raise UserError(f"{file} lacks {len(missing)} tensor(s): {', '.join(missing[:4])}")
-    # Older versions of transformers save `position_ids`, which is only 0, 1, 2, ...
+        raise tensors_lib.differ(file, "lacks", missing)
+    # Older versions of transformers save `position_ids`, the constant 0, 1, 2, ...
     ignored = {*names.values(), *_DECODER, "bert.embeddings.position_ids"}
     extra = [
         name for name in tensors if name not in ignored and not name.startswith("bert.pooler.")
     ]
     if extra:
-        raise UserError(f"{file} has {len(extra)} tensor(s) too many: {', '.join(extra[:4])}")
-    # No parameter's shape depends on the size of the batch or on the sequence length.
+        raise tensors_lib.differ(file, "also has", extra)
+    # Parameter shapes do not depend on the batch size or the sequence length.
     token = jax.ShapeDtypeStruct((1, 1), np.int32)
     inputs = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), token)
-    shapes = jax.eval_shape(
-        lambda inputs: config.module().init(jax.random.key(0), inputs, train=False), inputs
-    )["params"]
-
-    def place(path: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        ours = jax.tree_util.keystr(path, simple=True, separator="/")
+    init = functools.partial(config.module().init, train=False)
+    shapes = jax.eval_shape(init, jax.random.key(0), inputs)["params"]
+    params = {}
+    for ours, shape in flatten_dict(shapes, sep="/").items():
         tensor = tensors[names[ours]]
-        leaf = np.ascontiguousarray(_theirs(ours, np.asarray(tensor, np.float32)))
-        if leaf.shape != shape.shape:
-            # The message gives the shape in the layout of the file, as the user sees it there.
+        params[ours] = np.ascontiguousarray(_theirs(ours, np.asarray(tensor, np.float32)))
+        if params[ours].shape != shape.shape:
+            # Report the shape in the layout of the file.
             expected = shape.shape[::-1] if ours.endswith("/kernel") else shape.shape
-            raise UserError(
-                f"{file} has {names[ours]} of shape {tensor.shape}; by {CONFIG} it must be "
-                f"{expected}"
-            )
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(place, shapes)
+            problem = f"has {names[ours]} of shape {tensor.shape}"
+            raise UserError(file, ..., problem, f"use shape {expected}, as {CONFIG} says")
+    return unflatten_dict(params, sep="/")

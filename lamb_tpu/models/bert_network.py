@@ -1,4 +1,4 @@
-"""BERT: embeddings, encoder and the heads of pre-training and of question answering."""
+"""The BERT network: embeddings, encoder, and heads for pre-training and question answering."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ArgumentError, UserError, not_divisible, out_of_range, unknown
 from lamb_tpu.models.dropout import Dropout
 from lamb_tpu.models.transformer import GELUS, REMATS, Encoder, LayerConfig
 
 HEADS = ("mlm", "nsp", "span")
 DTYPES = ("float32", "bfloat16")
-_MOST_LAYERS = 10_000  # the deepest Transformer published has 1,000
+_MOST_LAYERS = 10_000  # the deepest published Transformer has 1,000
 
 
 def _size(num_layers: int, hidden_size: int) -> dict[str, int]:
-    """Returns the fields of a published size: heads of width 64, and a four times wider MLP."""
+    """Returns a published size: heads have a width of 64, and the MLP 4 times the hidden size."""
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -26,8 +26,8 @@ def _size(num_layers: int, hidden_size: int) -> dict[str, int]:
     }
 
 
-# Fields of `BertConfig`. Base and Large are of the paper, the smaller ones of Turc et al. (2019),
-# Well-Read Students Learn Better; all are listed in the README of google-research/bert.
+# Fields of `BertConfig`. Base and Large are from the paper, the smaller sizes from Turc et al.
+# (2019), Well-Read Students Learn Better. The README of google-research/bert lists all of them.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": _size(2, 128),
     "mini": _size(4, 256),
@@ -40,19 +40,19 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(LayerConfig):
-    """A BERT, by default Base: `BertConfig(**SIZES['large'], scan_layers=True)`.
+    """Settings of a BERT; the defaults are BERT-Base, and `**SIZES['large']` gives BERT-Large.
 
-    Google's code has gelu='tanh'; its checkpoints as Hugging Face publishes them say 'erf'. The two
-    differ by less than 0.0005.
+    Google's code uses gelu='tanh', but Hugging Face publishes Google's checkpoints with 'erf'. The
+    values of the two functions differ by less than 0.0005.
 
     Attributes:
       num_layers: number of encoder layers.
-      vocab_size: number of words.
+      vocab_size: number of words in the vocabulary.
       max_positions: length of the longest sequence.
       num_token_types: number of segments that a token can belong to.
-      heads: some of 'mlm' (masked words; its output matrix is that of the word embeddings), 'nsp'
-        (next sentence, on the pooled first token) and 'span' (start and end of an answer).
-      scan_layers: see `transformer.Encoder`; to be trained by `bert_rules.PARAMETERS_SCANNED`.
+      heads: some of 'mlm' (masked words; its output matrix is the word embeddings), 'nsp' (next
+        sentence, from the pooled first token) and 'span' (start and end of an answer).
+      scan_layers: see `transformer.Encoder`; needs the rules `bert_rules.PARAMETERS_SCANNED`.
       remat: see `transformer.Encoder`.
 
     Raises:
@@ -68,48 +68,41 @@ class BertConfig(LayerConfig):
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        # `field.type` is the type itself; under `from __future__ import annotations` it would be a
-        # string. `type(value)` is compared, because True is an instance of int.
+        # `field.type` is a type and not a string, because this file has no `from __future__ import
+        # annotations`. Compare `type(value)`, because True is an instance of int.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            where = f"config.model.{field.name} is {value!r}; it must be"
+            key = f"config.model.{field.name}"
             if field.type is int and (type(value) is not int or value < 1):
-                raise UserError(f"{where} a whole number of at least 1")
+                raise out_of_range(key, value, "a whole number of at least 1")
             if field.type is float and (type(value) not in (int, float) or not 0 <= value < 1):
-                raise UserError(f"{where} a number in [0, 1)")
+                raise out_of_range(key, value, "a number of at least 0 and less than 1")
             if field.type is bool and type(value) is not bool:
-                raise UserError(f"{where} True or False")
+                raise UserError(key, value, "has the wrong type", "use True or False")
         for name, known in (("gelu", GELUS), ("remat", REMATS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
-                raise UserError(
-                    f"config.model.{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
-                )
-        if self.num_layers > _MOST_LAYERS:  # each layer is traced; a billion would take years
-            raise UserError(
-                f"config.model.num_layers is {self.num_layers:,}; it must be at most "
-                f"{_MOST_LAYERS:,}"
-            )
+                raise unknown(f"config.model.{name}", getattr(self, name), known)
+        if self.num_layers > _MOST_LAYERS:  # tracing a billion layers would take years
+            valid = f"at most {_MOST_LAYERS:,}"
+            raise out_of_range("config.model.num_layers", self.num_layers, valid)
         if self.hidden_size % self.num_heads:
-            raise UserError(
-                f"config.model.hidden_size is {self.hidden_size}, which does not divide over "
-                f"config.model.num_heads={self.num_heads}"
-            )
+            of, key = f"config.model.num_heads={self.num_heads}", "config.model.hidden_size"
+            raise not_divisible(key, self.hidden_size, self.num_heads, of)
         heads = self.heads
         is_list = isinstance(heads, (list, tuple)) and all(head in HEADS for head in heads)
         if not is_list or len(set(heads)) < len(heads):
-            raise UserError(
-                f"config.model.heads is {heads!r}; it must be a list of some of {', '.join(HEADS)}"
-            )
-        # In one order and hashable, whatever list a config file has.
+            problem = "is not a list of heads"
+            raise UserError("config.model.heads", heads, problem, f"use some of {', '.join(HEADS)}")
+        # A config file has a list, in any order; a tuple is hashable, and its order is fixed here.
         object.__setattr__(self, "heads", tuple(head for head in HEADS if head in heads))
 
     def module(self) -> "Bert":
-        """Returns the network of this config."""
+        """Builds the network of this config."""
         return Bert(self)
 
 
 class Embeddings(nn.Module):
-    """Sum of the embeddings of words, positions and token types; LayerNorm and dropout after it."""
+    """The sum of word, position and token type embeddings, followed by LayerNorm and dropout."""
 
     config: BertConfig
 
@@ -124,8 +117,9 @@ class Embeddings(nn.Module):
         self.dropout = Dropout(config.dropout_rate)
 
     def __call__(self, inputs: Mapping[str, jax.Array], train: bool) -> jax.Array:
-        """Returns (batch, length, hidden); NaN for an id that is not in the vocabulary."""
-        # There are few types, so a product is faster than a scatter of all tokens' gradients.
+        """Returns (batch, length, hidden); tokens with an id outside the vocabulary get NaN."""
+        # Use a product with one-hot vectors: because there are few token types, its gradient is
+        # faster than a gather's, which is a scatter over all tokens.
         types = jax.nn.one_hot(inputs["token_type_ids"], self.config.num_token_types)
         x = jnp.take(self.word, inputs["input_ids"], axis=0)
         x = x + jnp.einsum("blt,th->blh", types, self.token_type)
@@ -133,17 +127,17 @@ class Embeddings(nn.Module):
         return self.dropout(x, train)
 
     def scores(self, x: jax.Array) -> jax.Array:
-        """Returns products of vectors (..., hidden) with all words, float32 (..., vocab_size)."""
+        """Multiplies vectors (..., hidden) by all word embeddings: float32 (..., vocab_size)."""
         word = self.word.astype(x.dtype)
         return jnp.einsum("...h,vh->...v", x, word, preferred_element_type=jnp.float32)
 
 
 class MaskedWords(nn.Module):
-    """Layers of the masked-word head before the product with the words: dense, GELU, LayerNorm."""
+    """Dense layer, GELU and LayerNorm: the masked-word head up to the product with word embeddings."""
 
     config: BertConfig
 
-    # `setup` instead of `nn.compact`, because `Bert` adds `bias` after the product with the words.
+    # `setup` instead of `nn.compact`, because `Bert` adds `bias` after the product with the embeddings.
     def setup(self) -> None:
         self.dense = self.config.dense(self.config.hidden_size, "dense")
         self.norm = self.config.layer_norm("norm")
@@ -157,8 +151,8 @@ class MaskedWords(nn.Module):
 class Bert(nn.Module):
     """The network of a `BertConfig`.
 
-    Parameters are under 'embeddings' and 'encoder', and for the heads under 'mlm', 'pooler' and
-    'nsp', 'span'.
+    Parameters are under 'embeddings' and 'encoder', and for the heads under 'mlm', 'pooler', 'nsp'
+    and 'span'.
 
     References:
       Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language
@@ -173,13 +167,13 @@ class Bert(nn.Module):
 
         Args:
           inputs: `input_ids`, `token_type_ids` (both int32) and `attention_mask` (nonzero at
-            tokens, 0 at padding), each (batch, length). With `masked_positions`, int32 (batch, P),
-            the head 'mlm' predicts these positions only, otherwise all.
-          train: whether to drop values.
+            tokens, 0 at padding), each (batch, length). If the inputs have `masked_positions`,
+            int32 (batch, P), the head 'mlm' predicts only these positions, otherwise all.
+          train: whether to apply dropout.
 
         Returns:
           `hidden` (batch, length, hidden) in the activations' dtype; float32 logits of the
-          network's heads: `mlm_logits` (batch, P, vocab_size), `nsp_logits` (batch, 2),
+          network's heads: `mlm_logits` (batch, P or length, vocab_size), `nsp_logits` (batch, 2),
           `start_logits` and `end_logits` (batch, length).
 
         Raises:
@@ -188,9 +182,9 @@ class Bert(nn.Module):
         config = self.config
         length = inputs["input_ids"].shape[1]
         if length > config.max_positions:
-            raise ValueError(
-                f"sequences of {length} tokens; this BERT has positions for {config.max_positions}"
-            )
+            problem = f"is less than the {length} tokens of the sequences"
+            remedy = f"use at least {length}"
+            raise ArgumentError("max_positions", config.max_positions, problem, remedy)
         embeddings = Embeddings(config, name="embeddings")
         encoder = Encoder(
             config, config.num_layers, config.scan_layers, config.remat, name="encoder"
@@ -200,12 +194,12 @@ class Bert(nn.Module):
         if "mlm" in config.heads:
             words = MaskedWords(config, name="mlm")
             at = inputs.get("masked_positions")
-            # Gathered before the head: the product with the vocabulary is the largest of all, and
-            # at 20 of 128 positions it shrinks to a sixth.
+            # Gather before the head, whose product with the word embeddings is the largest in the
+            # network: for 20 of 128 positions, this product costs only a sixth.
             gathered = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
             outputs["mlm_logits"] = embeddings.scores(words(gathered)) + words.bias
         if "nsp" in config.heads:
-            # The first token is [CLS], whose vector stands for the pair of segments.
+            # The vector of the first token, [CLS], represents the pair of segments.
             pooled = jnp.tanh(config.dense(config.hidden_size, "pooler")(x[:, 0]))
             outputs["nsp_logits"] = config.dense(2, "nsp", jnp.float32)(pooled)
         if "span" in config.heads:

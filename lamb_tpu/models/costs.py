@@ -1,29 +1,28 @@
-"""Costs of every network, as a table that `python -m lamb_tpu.models` prints at once.
+"""A stored table of every network's costs, so that `python -m lamb_tpu.models` is fast.
 
-`listing.describe` counts them by tracing the network, which takes a second or more for each. A test
-compares the two.
+`listing.describe` counts the costs by tracing a network, which takes a second or more. A test
+compares the table with these counts.
 """
 
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from lamb_tpu import terminal
 
 
 class Description(NamedTuple):
     """The costs of a network with its default fields.
 
-    Attributes:
-      name: the name for config.model.name.
-      parameters: number of parameters, without BatchNorm's running averages.
-      multiply_adds: multiply-adds of the forward pass of one input, in convolutions and dense
-        layers (for BERT and GNMT also in attention); padding counts as pixels. Half of
-        `flops.matrix_flops`.
-      input_shape: (height, width, channels) of an image, or (tokens,).
+    The multiply-adds are those of the forward pass of one input, in convolutions and dense layers
+    (for BERT and GNMT also in attention). Pixels of padding are included. The number is half of
+    `flops.matrix_flops`.
     """
 
     name: str
-    parameters: int
+    parameters: int  # without BatchNorm's running averages
     multiply_adds: int
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # (height, width, channels) of an image, or (tokens,)
 
 
 # In the order of `models.MODULES`.
@@ -53,7 +52,7 @@ COSTS = (
 
 
 def table(descriptions: Sequence[Description]) -> str:
-    """Returns a table with a line for each network.
+    """Formats the costs as a table with one line per network.
 
     >>> print(table(COSTS[12:13]))
     model   parameters  multiply-adds  input
@@ -63,8 +62,4 @@ def table(descriptions: Sequence[Description]) -> str:
     for name, parameters, multiply_adds, shape in descriptions:
         size = " x ".join(map(str, shape)) if len(shape) > 1 else f"{shape[0]} tokens"
         rows.append((name, f"{parameters:,}", f"{multiply_adds:,}", size))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}"
-        for row in rows
-    )
+    return textwrap.dedent(terminal.columns(rows, right=(1, 2)))

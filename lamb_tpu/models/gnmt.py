@@ -1,4 +1,4 @@
-"""GNMT: an LSTM encoder and decoder with attention, which translates sentences."""
+"""GNMT: a translation network with an LSTM encoder, an LSTM decoder and attention."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -9,41 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import out_of_range
+from lamb_tpu.kernels.recurrence import Carry
 from lamb_tpu.models.dropout import Dropout
-from lamb_tpu.models.lstm import LSTM, uniform_within
-from lamb_tpu.models.product import dot_general
-from lamb_tpu.models.promotion import Dense
-from lamb_tpu.models.recurrence import Carry
+from lamb_tpu.models.lstm import LSTM, uniform_dense, uniform_within
 
-# Score of padding, below every score of a token: the vector's length bounds those.
+# Attention score of padding; a token's score is at most `scale` times the square root of `features`.
 _PADDING = -1e9
-_LEAST_LAYERS = 2  # the second layer halves the width of the bidirectional one
+_LEAST_LAYERS = 2  # the second layer maps the bidirectional layer's 2 * features to features
 
 
 class Memory(NamedTuple):
-    """The encoder's view of the source sentences, which the decoder attends to.
+    """The encoded source sentences, which the decoder attends to."""
 
-    Attributes:
-      outputs: outputs of the last layer, (batch, source steps, features).
-      keys: their projection for the attention, of the same shape.
-      mask: bool (batch, source steps), true at tokens.
-    """
-
-    outputs: jax.Array
-    keys: jax.Array
-    mask: jax.Array
+    outputs: jax.Array  # outputs of the last layer, (batch, source steps, features)
+    keys: jax.Array  # projection of these outputs for the attention, with the same shape
+    mask: jax.Array  # bool (batch, source steps), true at tokens
 
 
 class Decode(NamedTuple):
-    """Functions of a network that writes one word after the other, for a search.
+    """Functions with which a search generates sentences word by word.
 
     Attributes:
-      start: `(variables, inputs) -> (memory, state)`: reads the sources; each leaf of the two
+      start: `(variables, inputs) -> (memory, state)`: encodes the sources. Each leaf of the two
         trees has the batch as its first axis.
       step: `(variables, memory, state, tokens) -> (logits, weights, state)`: takes the previous
         words, int32 (batch,), and returns the next word's logits (batch, vocab_size) and the
-        attention's weights (batch, source steps).
+        attention weights (batch, source steps).
     """
 
     start: Callable[[Any, Any], tuple[Any, Any]]
@@ -51,23 +43,23 @@ class Decode(NamedTuple):
 
 
 class GNMT(nn.Module):
-    """The translation network of Wu et al. as MLPerf's reference has it: 160,634,433 parameters.
+    """The translation network of Wu et al. as in MLPerf's reference, with 160,634,433 parameters.
 
-    PyTorch's second bias of each LSTM makes them 160,671,297 there.
+    The reference has 160,671,297 parameters, because PyTorch's LSTMs have a second bias.
 
-    The encoder's first layer reads in both directions, the second takes both outputs, and from the
-    third on each layer's input is added to its output. The decoder's first layer asks the
-    attention, whose context is joined to the input of every later layer; residuals again from the
-    third on. Source and target share one vocabulary and one embedding. Initial values are uniform
-    in (-init_scale, init_scale), as in MLPerf's code (recalled).
+    The encoder's first layer is bidirectional, and its second layer reads the outputs of both
+    directions. The decoder's first layer gives the queries of the attention; the context vectors are
+    concatenated to the input of every later layer. In both networks, residual connections start at
+    the third layer. Source and target share one vocabulary and one embedding. Initial values are
+    uniform in (-init_scale, init_scale), as in MLPerf's code (from memory).
 
     Attributes:
       vocab_size: number of words.
       features: width of the embedding and of every layer.
       num_layers: number of layers of the encoder, and of the decoder; at least 2.
-      dropout_rate: share of each layer's inputs that is dropped.
+      dropout_rate: fraction of each layer's inputs that is dropped.
       init_scale: bound of the initial values.
-      dtype: 'float32' or 'bfloat16', of the matrix products' factors.
+      dtype: dtype of the operands of matrix products, 'float32' or 'bfloat16'.
 
     References:
       Wu et al., Google's Neural Machine Translation System, arXiv:1609.08144.
@@ -84,9 +76,8 @@ class GNMT(nn.Module):
         for name, least in (("vocab_size", 1), ("features", 1), ("num_layers", _LEAST_LAYERS)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise UserError(
-                    f"config.model.{name} is {value!r}; it must be a whole number of at least "
-                    f"{least}"
+                raise out_of_range(
+                    f"config.model.{name}", value, f"a whole number of at least {least}"
                 )
         self.embedding = self.param(
             "embedding", uniform_within(self.init_scale), (self.vocab_size, self.features)
@@ -99,19 +90,19 @@ class GNMT(nn.Module):
         self.decoder = Decoder(vocab_size=self.vocab_size, **shared)
 
     def __call__(self, inputs: Mapping[str, jax.Array], train: bool) -> dict[str, jax.Array]:
-        """Predicts each word of the targets from the sources and the words before it.
+        """Predicts each target word from the source sentence and the target words before it.
 
         Args:
           inputs: `source_ids` int32 (batch, source steps) and `source_length` int32 (batch,), at
-            least 1; `target_ids` int32 (batch, target steps + 1), whose first is the sign that
-            begins a sentence.
-          train: whether to drop values.
+            least 1; `target_ids` int32 (batch, target steps + 1), which starts with the start
+            token.
+          train: whether to apply dropout.
 
         Returns:
-          `logits`, float32 (batch, target steps, vocab_size), of the words `target_ids[:, 1:]`.
+          `logits`, float32 (batch, target steps, vocab_size), for the words `target_ids[:, 1:]`.
         """
         memory, state = self.start(inputs, train)
-        # The last word predicts none.
+        # The last word has no successor to predict.
         words = jnp.take(self.embedding, inputs["target_ids"][:, :-1], axis=0)
         logits, _, _ = self.decoder(words, memory, state, train)
         return {"logits": logits}
@@ -129,78 +120,91 @@ class GNMT(nn.Module):
     def step(
         self, memory: Memory, state: tuple[Carry, ...], tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array, tuple[Carry, ...]]:
-        """Predicts one word, see `Decode`."""
+        """Predicts the next word of each sentence, see `Decode`."""
         words = jnp.take(self.embedding, tokens[:, None], axis=0)
         logits, weights, state = self.decoder(words, memory, state, False)
         return logits[:, 0], weights[:, 0], state
 
 
-class Encoder(nn.Module):
-    """The encoder's layers, and the projection of its outputs to the attention's keys."""
+class _Layers(nn.Module):
+    """The fields that encoder and decoder share."""
 
     features: int
     num_layers: int
     dropout_rate: float
     init_scale: float
     dtype: str
+
+    @nn.nowrap
+    def layer(
+        self,
+        name: str,
+        x: jax.Array,
+        train: bool,
+        carry: Carry | None = None,
+        valid: jax.Array | None = None,
+        reverse: bool = False,
+    ) -> tuple[jax.Array, Carry]:
+        """Applies dropout and then a named LSTM layer to (batch, steps, ...)."""
+        # Apply dropout before swapping the axes: the first axis of its input must be the rows.
+        x = Dropout(self.dropout_rate, name=f"{name}_dropout")(x, train)
+        lstm = LSTM(
+            self.features, self.init_scale, reverse=reverse, dtype=jnp.dtype(self.dtype), name=name
+        )
+        outputs, last = lstm(x.swapaxes(0, 1), carry, valid)
+        return outputs.swapaxes(0, 1), last
+
+
+class Encoder(_Layers):
+    """The encoder's layers, and the projection of its outputs to the attention's keys."""
 
     @nn.compact
     def __call__(self, words: jax.Array, mask: jax.Array, train: bool) -> Memory:
         """Encodes embedded words (batch, steps, features), padded where `mask` is false."""
-        layer = _layers(self, train)
         outputs = [
-            layer(name, words, valid=mask.T, reverse=name == "backward")[0]
+            self.layer(name, words, train, valid=mask.T, reverse=name == "backward")[0]
             for name in ("forward", "backward")
         ]
-        # Later layers read forward, so that padding, which comes last, changes no word's output.
+        # Later layers read forward. Padding comes last, so it does not change any word's output.
         x = jnp.where(mask[..., None], jnp.concatenate(outputs, -1), 0)
-        x, _ = layer("layer_1", x)
+        x, _ = self.layer("layer_1", x, train)
         for number in range(2, self.num_layers):
-            x = x + layer(f"layer_{number}", x)[0]
-        return Memory(x, _dense(self, self.features, "keys", use_bias=False)(x), mask)
+            x = x + self.layer(f"layer_{number}", x, train)[0]
+        keys = uniform_dense(self.features, self.init_scale, self.dtype, "keys", use_bias=False)
+        return Memory(x, keys(x), mask)
 
 
-class Decoder(nn.Module):
+class Decoder(_Layers):
     """The decoder's layers, its attention and the output layer."""
 
     vocab_size: int
-    features: int
-    num_layers: int
-    dropout_rate: float
-    init_scale: float
-    dtype: str
 
     @nn.compact
     def __call__(
         self, words: jax.Array, memory: Memory, state: tuple[Carry, ...], train: bool
     ) -> tuple[jax.Array, jax.Array, tuple[Carry, ...]]:
-        """Continues sentences by embedded words (batch, steps, features).
+        """Reads embedded target words (batch, steps, features), starting from `state`.
 
-        Returns:
-          Logits of the words after each, float32 (batch, steps, vocab_size); the attention's
-          weights (batch, steps, source steps); and the state after the last word.
+        Returns the logits of each next word, float32 (batch, steps, vocab_size), the attention
+        weights (batch, steps, source steps), and the state after the last word.
         """
-        layer = _layers(self, train)
-        x, carry = layer("layer_0", words, state[0])
+        x, carry = self.layer("layer_0", words, train, state[0])
         carries = [carry]
         attention = Attention(self.features, self.init_scale, self.dtype, name="attention")
         context, weights = attention(x, memory)
         for number in range(1, self.num_layers):
-            joined = jnp.concatenate([x, context], -1)
-            y, carry = layer(f"layer_{number}", joined, state[number])
+            with_context = jnp.concatenate([x, context], -1)
+            y, carry = self.layer(f"layer_{number}", with_context, train, state[number])
             x = y if number == 1 else x + y
             carries.append(carry)
-        logits = _dense(self, self.vocab_size, "output")(x)
-        return logits, weights, tuple(carries)
+        output = uniform_dense(self.vocab_size, self.init_scale, self.dtype, "output")
+        return output(x), weights, tuple(carries)
 
 
 class Attention(nn.Module):
     """Normalised additive attention: the score of a key is g v/|v| . tanh(W q + k + b).
 
-    Attributes:
-      features: width of queries and keys.
-      init_scale: bound of the initial values of W and v; g begins as features^-1/2, and b as 0.
-      dtype: of the matrix products' factors.
+    W and v are drawn uniformly from (-init_scale, init_scale); g starts at features^-1/2, b at 0.
 
     References:
       Bahdanau et al., arXiv:1409.0473; the normalisation: Salimans and Kingma, arXiv:1602.07868.
@@ -213,20 +217,23 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, queries: jax.Array, memory: Memory) -> tuple[jax.Array, jax.Array]:
         """Returns contexts (batch, steps, features) and weights (batch, steps, source steps)."""
-        queries = _dense(self, self.features, "queries", use_bias=False)(queries)
+        projection = uniform_dense(
+            self.features, self.init_scale, self.dtype, "queries", use_bias=False
+        )
+        queries = projection(queries)
         vector = self.param("vector", uniform_within(self.init_scale), (self.features,))
         scale = self.param("scale", nn.initializers.constant(self.features**-0.5), (1,))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         direction = scale * vector / jnp.linalg.norm(vector)
 
-        # Computed again for the gradient: (batch, steps, source steps, features) is never stored.
+        # Recompute this for the gradient, to avoid storing (batch, steps, source steps, features).
         @jax.checkpoint
         def scores(queries: jax.Array, keys: jax.Array, direction: jax.Array) -> jax.Array:
             summed = queries[:, :, None] + keys[:, None]
             return jnp.sum(direction * jnp.tanh(summed), -1)
 
-        found = scores(queries + bias, memory.keys.astype(queries.dtype), direction)
-        weights = jax.nn.softmax(jnp.where(memory.mask[:, None], found, _PADDING), -1)
+        logits = scores(queries + bias, memory.keys.astype(queries.dtype), direction)
+        weights = jax.nn.softmax(jnp.where(memory.mask[:, None], logits, _PADDING), -1)
         dtype = jnp.dtype(self.dtype)
         context = jnp.einsum(
             "bts,bsh->bth",
@@ -238,59 +245,8 @@ class Attention(nn.Module):
 
 
 def decode(module: GNMT) -> Decode:
-    """Returns the functions by which a search writes with a network."""
-
-    def start(variables: Any, inputs: Any) -> tuple[Any, Any]:
-        return module.apply(variables, inputs, method=GNMT.start)
-
-    def step(
-        variables: Any, memory: Any, state: Any, tokens: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        found: Any = module.apply(variables, memory, state, tokens, method=GNMT.step)
-        return found
-
-    return Decode(start, step)
-
-
-def _layers(module: Encoder | Decoder, train: bool) -> Callable[..., tuple[jax.Array, Carry]]:
-    """Returns a function that applies a named LSTM layer, after dropout, to (batch, steps, ...)."""
-
-    def apply(
-        name: str,
-        x: jax.Array,
-        carry: Carry | None = None,
-        valid: jax.Array | None = None,
-        reverse: bool = False,
-    ) -> tuple[jax.Array, Carry]:
-        # Before the axes change places, because masks belong to rows.
-        x = Dropout(module.dropout_rate, name=f"{name}_dropout")(x, train)
-        layer = LSTM(
-            module.features,
-            module.init_scale,
-            reverse=reverse,
-            dtype=jnp.dtype(module.dtype),
-            name=name,
-        )
-        outputs, last = layer(x.swapaxes(0, 1), carry, valid)
-        return outputs.swapaxes(0, 1), last
-
-    return apply
-
-
-def _dense(
-    module: Encoder | Decoder | Attention, features: int, name: str, use_bias: bool = True
-) -> nn.Dense:
-    init, dtype = uniform_within(module.init_scale), jnp.dtype(module.dtype)
-    # By default a product of bfloat16 is rounded to it.
-    product = functools.partial(
-        dot_general, preferred_element_type=np.promote_types(dtype, jnp.float32)
-    )
-    return Dense(
-        features,
-        use_bias=use_bias,
-        kernel_init=init,
-        bias_init=init,
-        dtype=dtype,
-        dot_general=product,
-        name=name,
+    """Returns the functions with which a beam search generates sentences from this network."""
+    apply: Callable[..., Any] = module.apply
+    return Decode(
+        functools.partial(apply, method=GNMT.start), functools.partial(apply, method=GNMT.step)
     )

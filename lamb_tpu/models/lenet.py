@@ -1,15 +1,16 @@
-"""LeNet: the network of the LAMB paper's MNIST table, and the smaller LeNet-5 it descends from."""
+"""LeNet, the network of the LAMB paper's MNIST table, and its smaller ancestor LeNet-5."""
 
 import functools
 
 import flax.linen as nn
 import jax
 
-from lamb_tpu.models.convolution import convolve
+from lamb_tpu.errors import ArgumentError
+from lamb_tpu.kernels.convolution import convolve
+from lamb_tpu.kernels.pooling import max_pool_2x2
 from lamb_tpu.models.dropout import Dropout
-from lamb_tpu.models.pooling import max_pool_2x2
 
-# Keras' default, which the author's code uses; Linen's is LeCun's normal.
+# Keras's default, which the author's code uses; Linen's default is LeCun's normal.
 _KERNEL_INIT = nn.initializers.glorot_uniform()
 _Conv = functools.partial(nn.Conv, kernel_init=_KERNEL_INIT, conv_general_dilated=convolve)
 
@@ -17,12 +18,10 @@ _Conv = functools.partial(nn.Conv, kernel_init=_KERNEL_INIT, conv_general_dilate
 class LeNet(nn.Module):
     """5x5 convolutions of 32 and 64 channels, a dense layer of 1,024 units, dropout 0.4.
 
-    For 28x28x1 inputs 3,274,634 parameters: the network of the TensorFlow MNIST tutorial that the
-    LAMB author tuned (github.com/fastalgo/mnist_tpu, lamb/mnist_tpu.py).
+    The network has 3,274,634 parameters for 28x28x1 inputs. It is the network of TensorFlow's MNIST
+    tutorial, as in the LAMB author's code (github.com/fastalgo/mnist_tpu, lamb/mnist_tpu.py).
 
-    Attributes:
-      num_classes: width of the output.
-      dropout_rate: share of the dense layer's units dropped in training.
+    The dropout applies to the dense layer's units.
     """
 
     num_classes: int = 10
@@ -30,9 +29,15 @@ class LeNet(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        """Returns logits (batch, num_classes) for images (batch, height, width, channels).
+
+        Raises:
+          ValueError: height or width of the images is not a multiple of 4.
+        """
         if any(size % 4 for size in inputs.shape[1:3]):
-            raise ValueError(f"LeNet needs height and width divisible by 4, not {inputs.shape[1:]}")
+            problem = f"gets images of shape {inputs.shape[1:]}"
+            remedy = "use height and width divisible by 4"
+            raise ArgumentError("the network LeNet", ..., problem, remedy)
         x = inputs
         for index, channels in enumerate((32, 64), start=1):
             conv = _Conv(channels, (5, 5), name=f"conv{index}")
@@ -44,20 +49,24 @@ class LeNet(nn.Module):
 
 
 class LeNet5(nn.Module):
-    """LeCun et al. (1998), with ReLU and max pooling: 61,706 parameters for 28x28x1 inputs.
+    """LeNet-5 of LeCun et al. (1998), with ReLU and max pooling.
 
-    Attributes:
-      num_classes: width of the output.
+    The network has 61,706 parameters for 28x28x1 inputs.
     """
 
     num_classes: int = 10
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        """Returns logits (batch, num_classes) for images (batch, height, width, channels).
+
+        Raises:
+          ValueError: the images are smaller than 12x12.
+        """
         del train
         if min(inputs.shape[1:3]) < 12:
-            raise ValueError(f"LeNet-5 needs images of 12x12 or more, not {inputs.shape[1:]}")
+            problem = f"gets images of shape {inputs.shape[1:]}"
+            raise ArgumentError("the network LeNet-5", ..., problem, "use 12x12 or more")
         x = _Conv(6, (5, 5), padding="SAME", name="conv1")(inputs)
         x = max_pool_2x2(nn.relu(x))
         x = _Conv(16, (5, 5), padding="VALID", name="conv2")(x)

@@ -1,6 +1,6 @@
-"""LSTM layers, and a network of one that reads an image row by row."""
+"""An LSTM layer, and a network with one LSTM layer that reads an image row by row."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.models import recurrence
-from lamb_tpu.models.recurrence import GATES, Carry, Kernels
+from lamb_tpu.kernels import recurrence
+from lamb_tpu.kernels.product import dot_general
+from lamb_tpu.kernels.recurrence import GATES, Carry, Kernels
+from lamb_tpu.models.promotion import Dense
 
 
 class LSTM(nn.Module):
     """A layer of Hochreiter and Schmidhuber's memory cells with forget gates, without peepholes.
 
     Parameters are `input_kernel` (inputs, 4 features), `hidden_kernel` (features, 4 features) and
-    `bias` (4 features), each with the gates in the order input, forget, cell, output. PyTorch's
-    nn.LSTM has two biases, whose sum is this one: each of them gets the whole gradient, so the sum
-    moves twice as far in an update there. TensorFlow's BasicLSTMCell has one kernel, inputs above
-    hidden, with the gates in the order input, cell, forget, output, and adds `forget_bias` in every
-    step; here it is the forget gates' initial bias.
+    `bias` (4 features), each with the gates in the order input, forget, cell, output.
+
+    PyTorch's nn.LSTM has two biases; their sum corresponds to this bias. Each of the two gets the
+    full gradient, so their sum moves twice as far in an update. TensorFlow's BasicLSTMCell has one
+    kernel, with the rows of the inputs above those of the hidden state and the gates in the order
+    input, cell, forget, output. It adds `forget_bias` in every step, whereas here `forget_bias` is
+    part of the forget gates' initial bias.
 
     Attributes:
       features: number of cells.
@@ -28,7 +32,7 @@ class LSTM(nn.Module):
         1 / sqrt(features), which is PyTorch's default.
       forget_bias: added to the forget gates' initial bias.
       reverse: whether to read from the last step to the first.
-      dtype: dtype of the matrix products' factors; None for that of the inputs.
+      dtype: dtype of the operands of matrix products; None for the dtype of the inputs.
     """
 
     features: int
@@ -45,18 +49,14 @@ class LSTM(nn.Module):
         valid: jax.Array | None = None,
         factor: jax.Array | None = None,
     ) -> tuple[jax.Array, Carry]:
-        """Reads a sequence.
+        """Returns outputs (steps, batch, features), and the carry after the last step.
 
         Args:
           inputs: (steps, batch, inputs).
-          carry: before the first step; None for zeros.
-          valid: (steps, batch), False where a sequence is padded: there the carry stays. None for
-            no padding.
-          factor: of the hidden state in each step's matrix product, (batch, features), such as a
-            mask of dropout; None for 1.
-
-        Returns:
-          Outputs (steps, batch, features), and the carry after the last step.
+          carry: the carry before the first step; None for zeros.
+          valid: (steps, batch), False at padding, where the carry does not change.
+          factor: (batch, features), multiplied with the hidden state before each step's matrix
+            product, such as a dropout mask; None for 1.
         """
         scale = self.features**-0.5 if self.init_scale is None else self.init_scale
         uniform = uniform_within(scale)
@@ -89,11 +89,29 @@ def uniform_within(scale: float) -> nn.initializers.Initializer:
     return init
 
 
+def uniform_dense(
+    features: int, scale: float, dtype: str, name: str, use_bias: bool = True
+) -> nn.Dense:
+    """Returns a dense layer with initial values from `uniform_within`, and at least float32 outputs."""
+    # By default products of bfloat16 are rounded to bfloat16.
+    wide = np.promote_types(jnp.dtype(dtype), jnp.float32)
+    return Dense(
+        features,
+        use_bias=use_bias,
+        kernel_init=uniform_within(scale),
+        bias_init=uniform_within(scale),
+        dtype=jnp.dtype(dtype),
+        dot_general=functools.partial(dot_general, preferred_element_type=wide),
+        name=name,
+    )
+
+
 class RowLSTM(nn.Module):
     """An LSTM that reads an image row by row, and a dense layer on its last output.
 
-    The first of the four applications of LEGW (arXiv:1901.08256): 28 rows of 28 pixels, 128 cells.
-    The dense layer on each row before the LSTM is remembered from the paper, and not checked.
+    This is the first of the four applications in the LEGW paper (arXiv:1901.08256), with 28 rows of
+    28 pixels and 128 cells. That a dense layer is applied to each row before the LSTM is from memory
+    of the paper, and was not verified.
 
     Attributes:
       num_classes: width of the output.
@@ -110,7 +128,7 @@ class RowLSTM(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """Logits of shape (batch, num_classes) for images (batch, height, width, channels)."""
+        """Returns logits (batch, num_classes) for images (batch, height, width, channels)."""
         del train
         batch, height = inputs.shape[:2]
         rows = inputs.reshape(batch, height, -1).swapaxes(0, 1)
@@ -119,38 +137,3 @@ class RowLSTM(nn.Module):
         layer = LSTM(self.features, self.init_scale, self.forget_bias, name="lstm")
         _, last = layer(rows)
         return nn.Dense(self.num_classes, name="output")(last.hidden)
-
-
-def from_torch(weights: Mapping[str, np.ndarray], suffix: str = "_l0") -> dict[str, np.ndarray]:
-    """Returns the parameters of `LSTM` for a layer of PyTorch's nn.LSTM.
-
-    Args:
-      weights: `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`, each with the suffix.
-      suffix: of the layer, such as '_l1' or '_l0_reverse'.
-    """
-    return {
-        "input_kernel": np.transpose(weights["weight_ih" + suffix]),
-        "hidden_kernel": np.transpose(weights["weight_hh" + suffix]),
-        "bias": weights["bias_ih" + suffix] + weights["bias_hh" + suffix],
-    }
-
-
-def to_tensorflow(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns `kernel` and `bias` of TensorFlow's BasicLSTMCell with forget_bias=0."""
-
-    def reordered(array: np.ndarray) -> np.ndarray:
-        i, f, g, o = np.split(np.asarray(array), GATES, axis=-1)
-        return np.concatenate([i, g, f, o], axis=-1)
-
-    kernel = np.concatenate([params["input_kernel"], params["hidden_kernel"]])
-    return {"kernel": reordered(kernel), "bias": reordered(params["bias"])}
-
-
-def to_torch(params: Mapping[str, np.ndarray], suffix: str = "_l0") -> dict[str, np.ndarray]:
-    """Returns the weights of a layer of PyTorch's nn.LSTM; its second bias is zero."""
-    return {
-        "weight_ih" + suffix: np.transpose(params["input_kernel"]),
-        "weight_hh" + suffix: np.transpose(params["hidden_kernel"]),
-        "bias_ih" + suffix: np.asarray(params["bias"]),
-        "bias_hh" + suffix: np.zeros_like(params["bias"]),
-    }

@@ -1,6 +1,5 @@
-"""A language model of LSTM layers, which hands its state from one window to the next."""
+"""An LSTM language model, which passes its state from one window of a text to the next."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lamb_tpu.errors import out_of_range, unknown
+from lamb_tpu.kernels.recurrence import Carry
 from lamb_tpu.models.dropout import Dropout
-from lamb_tpu.models.lstm import LSTM, uniform_within
-from lamb_tpu.models.product import dot_general
-from lamb_tpu.models.promotion import Dense
-from lamb_tpu.models.recurrence import Carry
+from lamb_tpu.models.lstm import LSTM, uniform_dense, uniform_within
 
 DROPOUTS = ("plain", "variational")
 
-# Networks of Zaremba et al.: fields of the model. The small one is without dropout.
+# Fields of the networks of Zaremba et al. The small network has no dropout.
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"features": 200, "dropout_rate": 0.0, "init_scale": 0.1},
     "medium": {"features": 650, "dropout_rate": 0.5, "init_scale": 0.05},
@@ -35,16 +33,16 @@ class LSTMLanguageModel(nn.Module):
       vocab_size: number of words.
       features: width of the embedding and number of cells of each layer.
       num_layers: number of LSTM layers.
-      dropout_rate: share of the values that are dropped, in [0, 1).
-      dropout: 'plain' drops anew in each step, on the way into each layer and out of the last, and
-        never from step to step (Zaremba et al.). 'variational' takes one mask for all steps of a
-        window, and also one for the hidden state on its way to the next step (Gal and Ghahramani;
-        their dropping of whole words is left out).
-      tied: whether the dense layer's kernel is the transposed embedding; it keeps a bias.
+      dropout_rate: fraction of dropped values, in [0, 1).
+      dropout: 'plain' draws a new mask in each step for the input of each layer and the output of
+        the last layer, and none for the recurrent connections (Zaremba et al.). 'variational' uses
+        the same masks in all steps of a window, and also drops units of the hidden state between
+        steps (Gal and Ghahramani, but without their dropout of words).
+      tied: whether the dense layer's kernel is the transposed embedding; it still has a bias.
       init_scale: see above.
       forget_bias: added to the forget gates' initial bias.
-      dtype: 'float32' or 'bfloat16', of the matrix products' factors. Sums, carry and logits are
-        float32.
+      dtype: dtype of the operands of matrix products, 'float32' or 'bfloat16'. Sums, carry and
+        logits are float32.
 
     References:
       Zaremba, Sutskever and Vinyals, Recurrent Neural Network Regularization, arXiv:1409.2329.
@@ -65,7 +63,7 @@ class LSTMLanguageModel(nn.Module):
 
     @property
     def carry_shape(self) -> tuple[int, ...]:
-        """Shape of a row's carry: (layers, 2, features), hidden state and cells."""
+        """The shape of a row's carry: (layers, 2, features), for hidden state and cells."""
         return self.num_layers, 2, self.features
 
     @nn.compact
@@ -74,24 +72,20 @@ class LSTMLanguageModel(nn.Module):
 
         Args:
           inputs: `inputs`, int32 (rows, steps), the words; and `carry`, float32 (rows, layers, 2,
-            features), from the window before. Without it the carry is zero.
-          train: whether to drop values.
+            features), the state after the previous window. Without `carry`, the state is zero.
+          train: whether to apply dropout.
 
         Returns:
-          `logits`, float32 (rows, steps, vocab_size), of the word after each; and the new `carry`.
+          `logits`, float32 (rows, steps, vocab_size), for each next word; and the new `carry`.
 
         Raises:
           ValueError: a field of the network is out of range.
         """
         if self.dropout not in DROPOUTS:
-            raise ValueError(
-                f"config.model.dropout is {self.dropout!r}; known: {', '.join(DROPOUTS)}"
-            )
+            raise unknown("config.model.dropout", self.dropout, DROPOUTS)
         for name in ("vocab_size", "features", "num_layers"):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"config.model.{name} is {getattr(self, name)}; it must be at least 1"
-                )
+                raise out_of_range(f"config.model.{name}", getattr(self, name), "at least 1")
         words, uniform = inputs["inputs"], uniform_within(self.init_scale)
         dtype = jnp.dtype(self.dtype)
         embed = nn.Embed(
@@ -109,7 +103,7 @@ class LSTMLanguageModel(nn.Module):
             if self.dropout == "variational" and train and self.dropout_rate:
                 ones = jnp.ones((len(words), self.features), jnp.float32)
                 factor = Dropout(self.dropout_rate)(ones, train)
-            # The layer has the steps in front, dropout the rows.
+            # The LSTM layer needs the steps as the first axis, and dropout needs the rows.
             outputs, last = lstm(x.swapaxes(0, 1), first, factor=factor)
             x = self._drop(outputs.swapaxes(0, 1), train)
             carries.append(jnp.stack(last, axis=1))
@@ -118,22 +112,14 @@ class LSTMLanguageModel(nn.Module):
             logits = embed.attend(x)
             logits = logits.astype(np.promote_types(logits.dtype, bias.dtype)) + bias
         else:
-            dense = Dense(
-                self.vocab_size,
-                kernel_init=uniform,
-                bias_init=uniform,
-                dtype=dtype,
-                dot_general=functools.partial(dot_general, preferred_element_type=jnp.float32),
-                name="output",
-            )
-            logits = dense(x)
+            output = uniform_dense(self.vocab_size, self.init_scale, self.dtype, "output")
+            logits = output(x)
         return {
             "logits": logits.astype(jnp.float32),
             "carry": jnp.stack(carries, axis=1).astype(jnp.float32),
         }
 
     def _drop(self, x: jax.Array, train: bool) -> jax.Array:
-        """Drops values of (rows, steps, features)."""
         if self.dropout == "plain":
             return Dropout(self.dropout_rate)(x, train)
         return x * Dropout(self.dropout_rate)(jnp.ones_like(x[:, :1]), train)

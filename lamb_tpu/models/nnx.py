@@ -1,4 +1,4 @@
-"""Networks written in Flax NNX as `init` and `apply`, for `lamb_tpu.models.Model`."""
+"""Adapts Flax NNX modules to the functions `init` and `apply` of `lamb_tpu.models.Model`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,39 +13,37 @@ from lamb_tpu.models.dropout import positions_of
 Apply = Callable[..., tuple[Any, Mapping[str, Any]]]
 
 
-def functions(
-    make: Callable[..., nnx.Module],
-) -> tuple[Callable[[jax.Array, Any], Mapping[str, Any]], Apply]:
-    """Functions `init` and `apply` of a module that is called with the inputs alone.
+def functions(make: Callable[..., nnx.Module]) -> tuple[Callable[..., Mapping[str, Any]], Apply]:
+    """Returns `init` and `apply` for the module that `make(rngs=...)` builds.
 
-    Its parameters are the leaves of `nnx.Param`. Other variables, such as averages of
-    `nnx.BatchNorm`, are in the collection 'state'; those that only a call makes (`sow`) are left
-    out. Whether it trains is told by `module.train()` and `module.eval()`. Random streams start
-    anew at every call, from the key of the update and the place of the first row in the batch, so
-    that devices and microbatches draw different masks.
-
-    Args:
-      make: makes the module; takes `rngs`.
+    The module is called with only the inputs. The parameters are the leaves of `nnx.Param`. Other
+    variables, such as the averages of `nnx.BatchNorm`, are in the collection 'state', except for
+    variables that only a call creates (`sow`). `module.train()` and `module.eval()` switch between
+    training and evaluation. Random streams restart at every call, from the key of the update and the
+    position of the first row in the batch, so that devices and microbatches draw different masks.
 
     Raises:
-      TypeError: `make` makes something else.
+      TypeError: `make` does not return an `nnx.Module`.
     """
-    # Traced for its structure and shapes only; no parameter is allocated.
+    # Only trace for the structure and shapes, without allocating parameters.
     module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"what takes rngs must make an nnx.Module, not {module!r}")
+        raise TypeError(
+            f"a function with the argument rngs must return an nnx.Module, not {module!r}"
+        )
     # Parameters, random streams and all other variables, in this order.
     graph, *shapes = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    # A call may add variables. The state keeps the structure that it has at the start, which
-    # checkpoints and compiled steps rely on.
-    kept = _flat(shapes[2])
+    # A call may add variables, but checkpoints and compiled steps need a fixed structure.
+    initial_state = _flat(shapes[2])
 
     def variables_of(module: nnx.Module) -> dict[str, Any]:
-        parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
-        _, params, _, state = parts
-        found = _flat(state)
-        collections = {"state": _nested({path: found[path] for path in kept})} if kept else {}
-        return {"params": _nested(_flat(params)), **collections}
+        split: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        _, params, _, state = split
+        variables = {"params": _nested(_flat(params))}
+        if initial_state:
+            flat = _flat(state)
+            variables["state"] = _nested({path: flat[path] for path in initial_state})
+        return variables
 
     def init(key: jax.Array, inputs: Any) -> Mapping[str, Any]:
         del inputs  # an NNX module knows its shapes
@@ -54,13 +52,13 @@ def functions(
     def apply(
         variables: Mapping[str, Any], inputs: Any, *, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
-        # Evaluation draws nothing, but the module cannot be merged without keys in its streams.
+        # Evaluation draws nothing, but merging the module requires keys in its streams.
         if key is None:
             key = jax.random.key(0)
         else:
             rows = len(jax.tree.leaves(inputs)[0])
-            # NNX's dropout draws one mask for the rows that it sees. Without the position every
-            # device and microbatch would draw the same.
+            # NNX's dropout draws one mask for all rows of a call. Without the position every device
+            # and microbatch would draw the same mask.
             key = jax.random.fold_in(key, positions_of(rows)[0])
         module = nnx.merge(
             graph,
@@ -86,7 +84,7 @@ def _paths(state: Any) -> list[str]:
 
 
 def _flat(state: Any) -> dict[str, Any]:
-    """Arrays of an NNX state by their '/'-joined paths."""
+    """Returns the arrays of an NNX state by their '/'-joined paths."""
     return dict(zip(_paths(state), jax.tree.leaves(state), strict=True))
 
 
@@ -95,20 +93,19 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(shapes: Any, values: Mapping[str, Any]) -> Any:
-    """An NNX state with the arrays of nested dicts."""
+    """Returns an NNX state with the structure of `shapes` and the arrays of nested dicts."""
     flat = flax.traverse_util.flatten_dict(dict(values), sep="/")
     return jax.tree.structure(shapes).unflatten([flat[path] for path in _paths(shapes)])
 
 
 def _seeded(shapes: Any, key: jax.Array) -> Any:
-    """Random streams at their start, each with a key of its own."""
+    """Returns restarted random streams with a separate key for each."""
 
     def start(number: int, leaf: Any) -> jax.Array:
         if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros(leaf.shape, leaf.dtype)  # a count
-        # `number` tells the streams apart.
-        own = jax.random.fold_in(key, number)
-        return jax.random.split(own, leaf.shape) if leaf.shape else own
+        stream_key = jax.random.fold_in(key, number)
+        return jax.random.split(stream_key, leaf.shape) if leaf.shape else stream_key
 
     leaves, structure = jax.tree.flatten(shapes)
     return structure.unflatten([start(number, leaf) for number, leaf in enumerate(leaves)])

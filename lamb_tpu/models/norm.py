@@ -1,10 +1,4 @@
-"""Batch normalisation over groups of examples, the same on any number of devices.
-
-The number of examples that share statistics is part of a large-batch recipe: few make them noisy,
-many cost communication. It is `group_size`, counted in examples of the global batch. Smaller than a
-device's part, it is ghost batch normalisation; equal to it, local; larger, the distributed batch
-normalisation of the EfficientNet paper. None means the whole batch.
-"""
+"""Batch normalisation over groups of examples, independent of the number of devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,61 +7,67 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.models.groups import Groups, groups_of
 
 MOMENTS = "batch_moments"  # collection of a microbatch's moments, see `combine_moments`
 
 
 class BatchNorm(nn.Module):
-    """Normalises each channel by the statistics of its example's group.
+    """Normalises each channel by its mean and variance over the example's group.
 
     For a group G of examples with n positions each,
 
         mean = sum over G of x / (|G| n),    var = sum over G of (x - mean)^2 / (|G| n),
         y = scale (x - mean) / sqrt(var + epsilon) + bias.
 
-    Groups are runs of `group_size` consecutive examples of the global batch. Under jit the program
-    does not depend on the number of devices, and the compiler reduces over groups of devices.
-    Inside shard_map or pmap a module sees one device's examples: `axis_name` must name the mesh
-    axes that split the batch, and the numbers are the same. `lamb_tpu.parallel.torus` orders the
-    devices so that a group's devices are neighbours.
+    A group consists of `group_size` consecutive examples of the global batch. With groups smaller than
+    a device's share of the batch, this is ghost batch normalisation; with groups as large as the
+    share, local batch normalisation; and with larger groups, the distributed batch normalisation of
+    Wongpanich et al. Under jit the program does not depend on the number of devices, and the compiler
+    reduces over groups of devices. Inside shard_map or pmap a module sees only one device's examples,
+    so `axis_name` must name the mesh axes that split the batch; the results are then the same.
+    `lamb_tpu.parallel.torus` orders the mesh so that a group's devices are neighbours.
 
-    Statistics and parameters are float32 (statistics float64 for float64 inputs); the output has
-    the input's dtype. One pass over the activations gives mean and variance of each example, as
-    E[d] and E[d^2] - E[d]^2 of distances d from one of the example's own pixels; from a distant
-    point the difference would lose its digits. Groups add the squared distances of their examples
-    from their mean.
+    Parameters and running averages are float32, and statistics are float32 or, for float64 inputs,
+    float64; the output has the input's dtype. One pass over the activations computes the mean and
+    variance of each example from the differences d to one of its pixels, as E[d] and
+    E[d^2] - E[d]^2. With differences to a value far from the mean, this subtraction would lose
+    digits. The moments of a group are combined from those of its examples.
 
-    For bfloat16 both distances are from the running mean. It is known before the activations, so
-    the sums can be taken where those are computed, with one round of communication instead of two.
-    A bfloat16 value holds 8 bits, so a running mean that is 100 standard deviations away costs the
-    variance a thousandth, and only until the running mean has converged.
+    For bfloat16 inputs, d is the difference to the running mean. The running mean is known before
+    the activations, so the sums fuse with the computation of the activations, and need one round of
+    communication instead of two. If the running mean is 100 standard deviations away, the relative
+    error of the variance is a thousandth. This is small beside the rounding of bfloat16 values to 8
+    bits, and ends when the running mean has converged.
 
-    The running averages are those of the whole batch, whatever the groups: the mean of the groups'
-    means, and by the law of total variance the mean of their variances plus the variance of their
-    means. Both variances are biased (divided by the count), as in Flax and in TensorFlow's layer
-    with fused=False; PyTorch and TensorFlow's fused layer multiply that of the running average by
-    count / (count - 1). Parameters and collection have the names of `flax.linen.BatchNorm`.
+    The running averages are those of the full batch, whatever the groups: the batch's mean is the mean
+    of the groups' means, and its variance, by the law of total variance, is the mean of the groups'
+    variances plus the variance of their means. All variances are biased (divided by the count), as
+    in Flax and in TensorFlow's layer with fused=False; PyTorch and TensorFlow's fused layer multiply
+    the variance in the running average by count / (count - 1). Parameters and collections have the
+    same names as in `flax.linen.BatchNorm`.
 
-    A batch in microbatches is normalised microbatch by microbatch; for the running averages see
-    `combine_moments`.
+    Each microbatch is normalised separately. `combine_moments` computes the running averages of a
+    batch from the moments of its microbatches.
 
-    Inside shard_map a group of several devices should be a whole number of the innermost axes: with
-    axis_name=('group', 'inner') the sums run over 'inner'. To split an axis into groups, shard_map
-    needs check_vma=False.
+    Inside shard_map, a group of several devices should span complete innermost axes: with
+    axis_name=('group', 'inner'), for example, groups are averaged over 'inner'. Groups that split
+    an axis require shard_map with check_vma=False.
 
     Attributes:
-      group_size: examples per group; None for the whole batch.
-      use_running_average: normalise by the running averages, as in evaluation; may be an argument
-        of the call instead.
-      axis_name: inside shard_map or pmap the mesh axes over which the batch is split, outermost
-        first; None under jit.
-      momentum: weight of the old running average in an update, in [0, 1]; Flax's default.
-      epsilon: added to the variance, at least 0; Flax's default.
+      group_size: examples per group; None for the full batch.
+      use_running_average: whether to normalise by the running averages, as in evaluation; can also
+        be an argument of the call.
+      axis_name: inside shard_map or pmap the mesh axes that split the batch, outermost first; None
+        under jit.
+      momentum: weight of the old running average in an update, in [0, 1]; Flax has the same default.
+      epsilon: added to the variance, at least 0; Flax has the same default.
       scale_init: initial scale; zeros for the last normalisation of a residual branch.
-      packed: number of examples packed on the channel axis, see `lamb_tpu.models.lanes`.
+      packed: number of examples packed along the channel axis, see `lamb_tpu.kernels.lanes`.
 
     References:
       Wongpanich et al., Training EfficientNets at Supercomputer Scale, arXiv:2011.00071.
@@ -92,11 +92,10 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
-        """Normalises activations of shape (batch, ..., channels), two axes or more.
+        """Normalises activations (batch, ..., channels) with two or more axes.
 
-        Packed examples have the shape (batch / packed, ..., packed x channels).
-
-        In `init` the running averages stay as they are, and the batch counts as one group.
+        Packed examples have the shape (batch / packed, ..., packed x channels). In `init` the
+        running averages do not change, and the batch is one group.
 
         Raises:
           ValueError: `group_size` does not fit the batch or the mesh, `axis_name` is missing
@@ -106,15 +105,14 @@ class BatchNorm(nn.Module):
             "use_running_average", self.use_running_average, use_running_average
         )
         if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"BatchNorm takes floating-point (batch, ..., channels), not {x.dtype}{x.shape}"
-            )
+            remedy = "use floating-point (batch, ..., channels)"
+            raise ArgumentError("input of BatchNorm", ..., f"is {x.dtype}{x.shape}", remedy)
         if not 0 <= self.momentum <= 1:
-            raise ValueError(f"momentum must be in [0, 1], not {self.momentum}")
+            raise ArgumentError("momentum", self.momentum, "is out of range", "use 0 to 1")
         if not self.epsilon >= 0:
-            raise ValueError(f"epsilon must be at least 0, not {self.epsilon}")
+            raise ArgumentError("epsilon", self.epsilon, "is out of range", "use at least 0")
         dtype, rows, channels = x.dtype, len(x) * self.packed, x.shape[-1] // self.packed
-        # Once, so that gradients with respect to x are summed in float32 too.
+        # Convert once, so that gradients with respect to x are also summed in float32.
         x = x.astype(np.promote_types(dtype, jnp.float32))
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, channels, jnp.float32)
@@ -124,7 +122,7 @@ class BatchNorm(nn.Module):
         if use_running_average:
             mean, var = running_mean.value, running_var.value
         else:
-            # `init` may run outside the mesh and with a batch that the groups do not divide.
+            # `init` may run outside the mesh, and with a batch that is not divisible into groups.
             if self.is_initializing():
                 groups = Groups(rows)
             else:
@@ -134,15 +132,15 @@ class BatchNorm(nn.Module):
             if not self.is_initializing():
                 batch_mean, batch_var = _batch_moments(mean, var, groups)
                 momentum = jnp.float32(self.momentum)
-                # Accumulation over microbatches asks for the moments. `combine_moments` sees arrays
-                # only, so the momentum travels with them.
+                # Accumulation over microbatches needs the moments. `combine_moments` only receives
+                # arrays, so the momentum is one of them.
                 if self.is_mutable_collection(MOMENTS):
-                    told = {"mean": batch_mean, "var": batch_var, "momentum": momentum}
-                    for name, value in told.items():
+                    moments = {"mean": batch_mean, "var": batch_var, "momentum": momentum}
+                    for name, value in moments.items():
                         self.put_variable(MOMENTS, name, value.astype(jnp.float32))
                 running_mean.value = _moved(running_mean.value, batch_mean, momentum)
                 running_var.value = _moved(running_var.value, batch_var, momentum)
-        # One multiplication for each activation instead of two.
+        # One multiplication per activation instead of two.
         factor = scale * lax.rsqrt(var + self.epsilon)
         mean, factor, bias = (_per_example(each, x, self.packed) for each in (mean, factor, bias))
         y = (x - mean) * factor + bias
@@ -150,64 +148,50 @@ class BatchNorm(nn.Module):
 
 
 def combine_moments(model_state: Any, moments: Any) -> Any:
-    """Returns the running averages of all `BatchNorm`s after a batch in equal microbatches.
+    """Returns the collections of all `BatchNorm`s after a batch that is split into microbatches.
 
-    Groups are those of the microbatches, as ghost batches of the large one. The averages become
-    those of the large batch,
-
-        momentum * old + (1 - momentum) * new,
-
-    where the new mean is the mean of the microbatches' means, and by the law of total variance the
-    new variance the mean of their variances plus the variance of their means.
+    All microbatches have the same size, and no group spans several of them. The mean and variance of
+    the full batch follow from those of the microbatches by the law of total variance, as in
+    `BatchNorm`.
 
     Args:
       model_state: the collections before the batch, from which every microbatch starts.
-      moments: the collection 'batch_moments' of the microbatches, stacked on a leading axis. A
-        `BatchNorm` writes it if `apply` gets that collection empty and mutable.
-
-    Returns:
-      The collections after the batch.
+      moments: the collections 'batch_moments' of the microbatches, stacked on a leading axis. A
+        `BatchNorm` fills this collection if `apply` gets it empty and mutable.
 
     Raises:
-      ValueError: `model_state` holds something other than `BatchNorm`'s running averages.
+      ValueError: `model_state` has other entries than `BatchNorm`'s running averages.
     """
 
-    def name_of(path: Any) -> str:
-        return jax.tree_util.keystr(path, simple=True, separator="/")
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path({"batch_stats": moments})
-    found = {name_of(path): leaf for path, leaf in leaves}
+    moments_by_name = flatten_dict({"batch_stats": moments}, sep="/")
 
     def combined(path: Any, old: jax.Array) -> jax.Array:
-        name = name_of(path)
-        layer, _, kind = name.rpartition("/")
-        if kind not in ("mean", "var") or name not in found:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer, _, moment = name.rpartition("/")
+        if moment not in ("mean", "var") or name not in moments_by_name:
             raise ValueError(
-                f"the model's state holds {name}, which is no running average of "
-                "lamb_tpu.models.norm.BatchNorm: it cannot be combined over microbatches"
+                f"the model's state has {name}, which is not a running average of "
+                "lamb_tpu.models.norm.BatchNorm, so it cannot be combined over microbatches"
             )
         # (microbatches, channels); with stacked layers (microbatches, layers, channels).
-        means = found[f"{layer}/mean"]
+        means = moments_by_name[f"{layer}/mean"]
         mean = jnp.mean(means, 0)
         new = mean
-        if kind == "var":
-            new = jnp.mean(found[name] + (means - mean) ** 2, 0)
-        # The trailing axis, because stacked layers have axes before the channels.
-        return _moved(old, new, found[f"{layer}/momentum"][0][..., None])
+        if moment == "var":
+            new = jnp.mean(moments_by_name[name] + (means - mean) ** 2, 0)
+        # Add a trailing axis, because stacked layers have axes before the channels.
+        return _moved(old, new, moments_by_name[f"{layer}/momentum"][0][..., None])
 
     return jax.tree_util.tree_map_with_path(combined, model_state)
 
 
 def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
-    """Returns the moments of one more microbatch with those before it, for `combine_moments`.
+    """Adds the moments of one more microbatch to a running total, for `combine_moments`.
 
-    With as many as there are, `combine_moments` gets them as one microbatch: their mean, and the
-    mean of their variances plus the variance of their means, which is kept apart here as `between`.
-
-    Args:
-      total: what the microbatches before gave; None for their structure alone.
-      new: the collection 'batch_moments' of a microbatch.
-      index: number of microbatches before it; with 0 nothing of `total` is read.
+    The total has the mean of the microbatches' means, the mean of their variances, and the variance
+    of their means as `between`. `as_one` converts a total for `combine_moments`. `index` is the number
+    of previous microbatches; if it is 0, the values of `total` are ignored. If `total` is None, the
+    result is a total of `new` alone.
     """
     if not isinstance(new.get("momentum"), jax.Array):
         return {name: add_moments(total and total[name], each, index) for name, each in new.items()}
@@ -229,7 +213,7 @@ def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
 
 
 def as_one(total: Any) -> Any:
-    """Returns the moments of `add_moments` as `combine_moments` takes those of one microbatch."""
+    """Converts a total of `add_moments` to the moments of one microbatch."""
     if not isinstance(total.get("momentum"), jax.Array):
         return {name: as_one(each) for name, each in total.items()}
     return {
@@ -242,16 +226,16 @@ def as_one(total: Any) -> Any:
 def _group_moments(
     x: jax.Array, groups: Groups, centre: jax.Array | None, packed: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each group, (groups, channels).
+    """Returns the mean and variance of each group, (groups, channels).
 
-    Distances are taken from `centre`, (1, channels), or from points near to `x` if it is None. It
-    changes neither the result nor its derivatives of any order, apart from rounding. So it counts
-    as a constant, which also saves a round of communication in the backward pass.
+    Differences are taken to `centre`, (1, channels), or, if it is None, to values near `x`. Apart
+    from rounding, the centre changes neither the result nor its derivatives of any order. It is
+    therefore treated as a constant, which saves a round of communication in the backward pass.
     """
 
     def mean_of_group(values: jax.Array) -> jax.Array:
-        # Examples are grouped only here, on (batch, channels): after a reshape of the activations
-        # the compiler might move them between devices.
+        # Group examples only here, on (batch, channels): if the activations were reshaped, the
+        # compiler might move them between devices.
         mean = jnp.mean(values.reshape(-1, groups.rows, values.shape[-1]), 1)
         if not groups.axes:
             return mean
@@ -260,16 +244,17 @@ def _group_moments(
         except NotImplementedError as error:
             if groups.index_groups is None:
                 raise
-            raise ValueError(
-                f"groups of {len(groups.index_groups[0])} devices are parts of the mesh axes "
-                f"{', '.join(groups.axes)}: give shard_map check_vma=False, or the mesh an "
-                "innermost axis of that size"
-            ) from error
+            key = f"groups of {len(groups.index_groups[0])} devices"
+            problem = f"are smaller than the mesh axes {', '.join(groups.axes)}"
+            remedy = (
+                "use shard_map with check_vma=False, or a mesh with an innermost axis of that size"
+            )
+            raise ArgumentError(key, ..., problem, remedy) from error
 
     def of_examples(values: jax.Array) -> jax.Array:
         return values.reshape(len(values) * packed, -1)
 
-    # First the moments of each example, (batch, channels), in one pass over the activations.
+    # First compute the moments of each example, (batch, channels), in one pass.
     positions = tuple(range(1, x.ndim - 1))
     pixel = of_examples(x[(slice(None), *(0,) * len(positions))])
     near = lax.stop_gradient(pixel if centre is None else centre)
@@ -280,17 +265,17 @@ def _group_moments(
     if centre is None:
         centre = mean_of_group(near + near_mean)
     centre = lax.stop_gradient(centre)
-    # Then the moments of each group, by the law of total variance: the mean of the examples'
+    # Then compute the moments of each group by the law of total variance: the mean of the examples'
     # variances plus the variance of their means.
     offsets = near_mean + (near - _per_example(centre, near))
     offset = mean_of_group(offsets)
     var = mean_of_group(near_var + offsets**2) - offset**2
-    # Rounding may leave a difference below 0, of which rsqrt would be NaN.
+    # Rounding may make the difference negative, and its rsqrt would be NaN.
     return centre + offset, jnp.maximum(var, 0)
 
 
 def _batch_moments(mean: jax.Array, var: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of the whole batch, (channels,), from those of the groups."""
+    """Returns the mean and variance of the full batch, (channels,), from those of the groups."""
 
     def mean_of_groups(values: jax.Array) -> jax.Array:
         mean = jnp.mean(values, 0)
@@ -301,15 +286,14 @@ def _batch_moments(mean: jax.Array, var: jax.Array, groups: Groups) -> tuple[jax
 
 
 def _moved(running: jax.Array, new: jax.Array, momentum: jax.Array) -> jax.Array:
-    """A running average after a step."""
     return (momentum * running + (1 - momentum) * new).astype(running.dtype)
 
 
 def _per_example(values: jax.Array, x: jax.Array, packed: int = 1) -> jax.Array:
     """Reshapes (channels,) or (groups, channels) to broadcast against the examples `x`."""
-    # One set of statistics broadcasts; packed examples have it once for each.
+    # A single set of statistics broadcasts over the examples; repeat it for each packed example.
     if values.ndim == 1 or len(values) == 1:
         return jnp.tile(values.reshape(-1), packed)
-    # A group is a run of consecutive examples.
+    # A group has consecutive examples.
     values = jnp.repeat(values, len(x) * packed // len(values), 0).reshape(len(x), -1)
     return jnp.expand_dims(values, tuple(range(1, x.ndim - 1)))

@@ -1,7 +1,7 @@
-"""Flax layers that mix bfloat16 and float32 on purpose, also where JAX forbids it by default.
+"""Flax layers that mix bfloat16 and float32 intentionally, even under strict dtype promotion.
 
-With `jax_numpy_dtype_promotion=strict`, JAX raises an error where an operation mixes dtypes without
-a cast. Flax mixes them within these two layers, whose results the networks here rely on.
+With `jax_numpy_dtype_promotion=strict`, JAX raises an error if an operation mixes dtypes without a
+cast. Flax mixes dtypes inside these two layers, and the networks of this package depend on it.
 """
 
 import flax.linen as nn
@@ -9,7 +9,7 @@ import jax
 
 
 class Dense(nn.Dense):
-    """`flax.linen.Dense` whose product may be wider than its bias, see its `dot_general`."""
+    """`flax.linen.Dense`, but `dot_general` may return a wider dtype than that of the bias."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
@@ -17,7 +17,7 @@ class Dense(nn.Dense):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`flax.linen.LayerNorm`, whose statistics are float32 for activations of bfloat16."""
+    """`flax.linen.LayerNorm` with float32 statistics for bfloat16 activations."""
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):

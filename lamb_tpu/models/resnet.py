@@ -1,4 +1,4 @@
-"""ResNet v1.5, as in MLPerf and torchvision, for photographs and for small images."""
+"""ResNet v1.5, as in MLPerf and torchvision, for ImageNet-sized and small images."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,18 +8,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lamb_tpu.models.convolution import convolve
+from lamb_tpu.errors import ArgumentError, listed
+from lamb_tpu.kernels.convolution import convolve
+from lamb_tpu.kernels.pooling import max_pool_3x3
 from lamb_tpu.models.norm import BatchNorm
-from lamb_tpu.models.pooling import max_pool_3x3
 
 STEMS = ("imagenet", "cifar")
-# He et al. (2015) by the outputs. torchvision does the same.
+# Initialisation of He et al. (2015) with fan_out, as in torchvision.
 _CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 _OUTPUT_INIT = nn.initializers.normal(0.01)
 
 
 def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
-    """Returns a convolution without bias, padded equally on both sides (unlike TensorFlow's SAME)."""
+    """Returns a convolution without bias, with equal padding on both sides, unlike 'SAME'."""
     return nn.Conv(
         channels,
         (kernel, kernel),
@@ -37,9 +38,9 @@ class Block(nn.Module):
     """A residual branch of convolutions, each with BatchNorm, and its shortcut.
 
     Attributes:
-      layers: (kernel, channels) of each convolution of the branch.
-      stride: stride of the first 3x3 convolution and of the shortcut; in v1 a bottleneck has it in
-        its first 1x1 convolution.
+      layers: (kernel, channels) of each convolution in the branch.
+      stride: stride of the first 3x3 convolution and of the shortcut. (In v1, a bottleneck has the
+        stride in its first 1x1 convolution.)
       norm: makes a BatchNorm.
       dtype: dtype of the convolutions.
       zero_gamma: see `ResNet`.
@@ -53,7 +54,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, height, width, channels) to the same, smaller by the stride."""
+        """Maps (batch, height, width, channels), downsampled by the stride."""
         y, shortcut, stride, last = x, x, self.stride, len(self.layers)
         for index, (kernel, channels) in enumerate(self.layers, start=1):
             y = _conv(channels, kernel, stride if kernel == 3 else 1, self.dtype, f"conv{index}")(y)
@@ -64,7 +65,7 @@ class Block(nn.Module):
                 y = nn.relu(self.norm(name=f"norm{index}")(y))
         zeros, ones = nn.initializers.zeros, nn.initializers.ones
         y = self.norm(scale_init=zeros if self.zero_gamma else ones, name=f"norm{last}")(y)
-        # True for the first block of a stage, except where neither size nor width changes.
+        # The shapes differ in the first block of a stage if it changes the image size or the width.
         if shortcut.shape != y.shape:
             projection = _conv(y.shape[-1], 1, self.stride, self.dtype, "projection")
             shortcut = self.norm(name="projection_norm")(projection(shortcut))
@@ -72,21 +73,21 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet of He et al. (2016), in the variant v1.5: bottlenecks stride in their 3x3 convolution.
+    """ResNet of He et al. (2016), version 1.5: bottlenecks have the stride in the 3x3 convolution.
 
     Convolutions compute in `dtype`; BatchNorm's statistics, the pooled features and the logits are
-    float32. Weights are initialised as in Goyal et al., the output's with standard deviation 0.01.
+    float32. Weights are initialised as in Goyal et al., with standard deviation 0.01 in the output
+    layer.
 
     Attributes:
       num_classes: width of the output.
-      stem: 'imagenet', a 7x7 convolution of stride 2 and 3x3 max pooling of stride 2; or 'cifar', a
-        3x3 convolution alone, for images of 32x32 or 64x64.
-      zero_gamma: initialise the last scale of a branch to 0, so that every block starts as its
-        shortcut (Goyal et al.; MLPerf); torchvision initialises it to 1.
-      dtype: 'float32' or 'bfloat16': dtype of the convolutions and of the activations.
-      group_size: examples per group of BatchNorm; None for the whole batch.
-      axis_name: inside shard_map or pmap the mesh axes that split the batch; None under jit.
-      momentum, epsilon: arguments of BatchNorm, by default as in MLPerf and torchvision.
+      stem: 'imagenet' for a 7x7 convolution with stride 2 and 3x3 max pooling with stride 2; or
+        'cifar' for only a 3x3 convolution, for images of 32x32 or 64x64 pixels.
+      zero_gamma: initialise the scale of a branch's last BatchNorm to 0, so that every block starts
+        as its shortcut (Goyal et al.; MLPerf); torchvision initialises it to 1.
+      dtype: dtype of the convolutions and of the activations, 'float32' or 'bfloat16'.
+      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon are by
+        default as in MLPerf and torchvision.
 
     References:
       He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -108,24 +109,25 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """Float32 logits (batch, num_classes) for images (batch, height, width, channels).
+        """Returns float32 logits (batch, num_classes) for images (batch, height, width, channels).
 
         Raises:
-          ValueError: a field has an invalid value.
+          ValueError: a field has an invalid value, or `group_size` does not fit the batch.
         """
         if self.stem not in STEMS:
-            raise ValueError(f"stem is {self.stem!r}; known: {', '.join(STEMS)}")
+            raise ArgumentError("stem", self.stem, "is unknown", f"use {listed(STEMS)}")
         if type(self.zero_gamma) is not bool:
-            raise ValueError(f"zero_gamma must be True or False, not {self.zero_gamma!r}")
+            problem = "has the wrong type"
+            raise ArgumentError("zero_gamma", self.zero_gamma, problem, "use True or False")
         norm = functools.partial(
             BatchNorm, self.group_size, not train, self.axis_name, self.momentum, self.epsilon
         )
-        photographs = self.stem == "imagenet"
-        kernel, stride = (7, 2) if photographs else (3, 1)
+        has_large_images = self.stem == "imagenet"
+        kernel, stride = (7, 2) if has_large_images else (3, 1)
         x = _conv(64, kernel, stride, self.dtype, "stem_conv")(inputs)
         x = nn.relu(norm(name="stem_norm")(x))
-        if photographs:
-            # Padded on both sides, as in torchvision. SAME would pad only at the end.
+        if has_large_images:
+            # Pads on both sides, as in torchvision; 'SAME' would only pad at the end.
             x = max_pool_3x3(x)
         for stage, count in enumerate(self.blocks):
             width = 64 * 2**stage
@@ -133,7 +135,7 @@ class ResNet(nn.Module):
             if self.bottleneck:
                 layers = ((1, width), (3, width), (1, 4 * width))
             for index in range(count):
-                # Each stage but the first halves the image in its first block.
+                # The first block of every stage except the first stage halves the image size.
                 stride = 2 if stage > 0 and index == 0 else 1
                 name = f"stage{stage + 1}_block{index + 1}"
                 x = Block(layers, stride, norm, self.dtype, self.zero_gamma, name=name)(x)
@@ -141,31 +143,19 @@ class ResNet(nn.Module):
         return nn.Dense(self.num_classes, kernel_init=_OUTPUT_INIT, name="output")(x)
 
 
-class ResNet18(ResNet):
-    """11,689,512 parameters for 1,000 classes."""
-
-    blocks, bottleneck = (2, 2, 2, 2), False
-
-
-class ResNet34(ResNet):
-    """21,797,672 parameters for 1,000 classes."""
-
-    blocks, bottleneck = (3, 4, 6, 3), False
-
-
-class ResNet50(ResNet):
-    """25,557,032 parameters for 1,000 classes."""
-
-    blocks, bottleneck = (3, 4, 6, 3), True
+def _sized(layers: int, blocks: tuple[int, ...], parameters: str) -> type[ResNet]:
+    """Returns the network with a published number of layers; from 50 layers on, with bottlenecks."""
+    fields = {
+        "__doc__": f"ResNet-{layers}, with {parameters} parameters for 1,000 classes.",
+        "__module__": __name__,
+        "blocks": blocks,
+        "bottleneck": layers >= 50,
+    }
+    return type(f"ResNet{layers}", (ResNet,), fields)
 
 
-class ResNet101(ResNet):
-    """44,549,160 parameters for 1,000 classes."""
-
-    blocks, bottleneck = (3, 4, 23, 3), True
-
-
-class ResNet152(ResNet):
-    """60,192,808 parameters for 1,000 classes."""
-
-    blocks, bottleneck = (3, 8, 36, 3), True
+ResNet18 = _sized(18, (2, 2, 2, 2), "11,689,512")
+ResNet34 = _sized(34, (3, 4, 6, 3), "21,797,672")
+ResNet50 = _sized(50, (3, 4, 6, 3), "25,557,032")
+ResNet101 = _sized(101, (3, 4, 23, 3), "44,549,160")
+ResNet152 = _sized(152, (3, 8, 36, 3), "60,192,808")

@@ -1,4 +1,4 @@
-"""BERT's Transformer encoder: post-LayerNorm, layers unrolled or scanned."""
+"""BERT's Transformer encoder with post-LayerNorm and unrolled or scanned layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lamb_tpu.models.attention import attend
-from lamb_tpu.models.axes import WITHIN_EXAMPLES
+from lamb_tpu.kernels.attention import attend
+from lamb_tpu.kernels.axes import WITHIN_EXAMPLES
 from lamb_tpu.models.dropout import Dropout, draw_kept, rounded
 from lamb_tpu.models.promotion import LayerNorm
 
@@ -22,17 +22,17 @@ REMATS = ("none", "dots", "full")
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """Settings that all layers share.
+    """Settings that all encoder layers share.
 
     Attributes:
       hidden_size: width of the activations between layers.
       num_heads: attention heads, each of width hidden_size / num_heads.
       intermediate_size: width between the two dense layers that follow attention.
-      dropout_rate: share dropped of each sub-layer's output, and of the embeddings.
-      attention_dropout_rate: share dropped of the attention probabilities.
-      gelu: 'erf', the exact GELU, or 'tanh', its approximation.
+      dropout_rate: dropped fraction of each sub-layer's output and of the embeddings.
+      attention_dropout_rate: dropped fraction of the attention probabilities.
+      gelu: 'erf' for the exact GELU, or 'tanh' for its approximation.
       layer_norm_eps: added to the variance.
-      initializer_range: standard deviation of the normal distribution of initial matrices, which is
+      initializer_range: standard deviation of the initial matrices' normal distribution, which is
         truncated at two standard deviations.
       dtype: dtype of the activations. Parameters, softmax and LayerNorm's statistics are float32.
     """
@@ -48,45 +48,40 @@ class LayerConfig:
     dtype: str = "bfloat16"
 
     def matrix_init(self) -> nn.initializers.Initializer:
-        """Returns the initializer of matrices and embeddings."""
         return nn.initializers.truncated_normal(self.initializer_range)
 
     def dense(self, size: int, name: str, dtype: Any = None) -> nn.Dense:
-        """Returns a dense layer with bias; `dtype` defaults to the activations'."""
+        """Returns a dense layer with bias; `dtype` defaults to that of the activations."""
         return nn.Dense(size, dtype=dtype or self.dtype, kernel_init=self.matrix_init(), name=name)
 
     def layer_norm(self, name: str) -> nn.LayerNorm:
-        """LayerNorm over the last axis."""
-        # The fast variance, mean of squares minus squared mean, would lose it to rounding.
+        # The fast variance, mean of squares minus squared mean, loses digits.
         return LayerNorm(
             epsilon=self.layer_norm_eps, dtype=self.dtype, use_fast_variance=False, name=name
         )
 
     def activation(self, x: jax.Array) -> jax.Array:
-        """GELU."""
         return nn.gelu(x, approximate=self.gelu == "tanh")
 
 
 def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
-    """Splits activations over the axis 'sequence', if the current mesh has it.
+    """Splits activations over the mesh axis 'sequence' if the current mesh has this axis.
 
-    The current mesh is that of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`; its other axes
-    are left to the compiler. Between two layers each device has a part of every sequence. In
-    attention it has some of the heads for all tokens. So the compiler exchanges tokens for heads
-    and back (all-to-all).
+    The compiler decides about the other mesh axes. Between two layers, each device has a segment of
+    every sequence; in attention, it has some of the heads for all tokens. The compiler therefore
+    inserts all-to-alls that exchange tokens for heads and back.
 
     Args:
       x: (batch, length, ...); with `heads` (batch, length, heads, width).
-      heads: split the heads instead of the length, over the axis 'model' too.
+      heads: split the heads instead of the length, also over the axis 'model'.
 
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023.
     """
-    # The mesh is read from the context, so that the network needs no argument for it.
     mesh = jax.sharding.get_abstract_mesh()
     if SEQUENCE_AXIS not in mesh.axis_names:
         return x
-    # None would mean replicated; the batch axis must stay as the compiler has it.
+    # None would mean replicated, but the compiler must decide about the batch axis.
     free = PartitionSpec.UNCONSTRAINED
     if heads:
         axes = tuple(axis for axis in (HEADS_AXIS, SEQUENCE_AXIS) if axis in mesh.axis_names)
@@ -103,7 +98,7 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
-        """(batch, length, hidden) from the same; `mask` as in `Encoder`."""
+        """Maps (batch, length, hidden) to the same shape; see `Encoder` for `mask`."""
         config = self.config
         heads = (*x.shape[:2], config.num_heads, config.hidden_size // config.num_heads)
         query, key, value = (
@@ -112,8 +107,8 @@ class SelfAttention(nn.Module):
         )
         rate, keep = rounded(config.attention_dropout_rate) if train else 0.0, None
         if rate:
-            # Drawn with the queries last, the TPU compiler's layout of scores; otherwise it would
-            # copy the mask.
+            # Draw the mask with the queries on the last axis, because the TPU compiler lays out the
+            # scores in this way; otherwise it would copy the mask.
             shape = (heads[0], heads[2], heads[1], heads[1])
             keep = jnp.swapaxes(draw_kept(self.make_rng("dropout"), rate, shape), 2, 3)
         mixed = attend(query, key, value, mask, keep, rate)
@@ -122,17 +117,13 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then two dense layers; each followed by dropout, the residual and LayerNorm.
-
-    References:
-      Vaswani et al., Attention Is All You Need, 2017.
-    """
+    """Attention, then two dense layers; dropout, residual sum and LayerNorm follow each of the two."""
 
     config: LayerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
-        """(batch, length, hidden) from the same; `mask` as in `Encoder`."""
+        """Maps (batch, length, hidden) to the same shape; see `Encoder` for `mask`."""
         config = self.config
         # LayerNorm follows the residual sum (post-LayerNorm), as in the original BERT.
         y = SelfAttention(config, name="attention")(x, mask, train)
@@ -143,19 +134,19 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stack of `EncoderLayer`.
+    """A stack of `EncoderLayer`s.
 
-    The layers' parameters are under 'layer_0', 'layer_1', ..., or stacked under 'layers', with a
-    leading axis of num_layers; `stack_layers` and `unstack_layers` convert between the two.
-    Unrolled layers make the faster program. Scanned layers compile in a time that hardly grows with
-    their number. The two draw different initial values and dropout masks from the same key.
+    The layers' parameters are under 'layer_0', 'layer_1', ..., or stacked under 'layers' with a
+    leading axis of size num_layers; `stack_layers` and `unstack_layers` convert between the two.
+    Unrolled layers give the faster program; the compile time of scanned layers hardly grows with
+    their number. From the same key, unrolled and scanned layers draw different initial values and
+    dropout masks.
 
     Attributes:
-      config: settings of every layer.
-      num_layers: number of layers.
       scan_layers: stack the layers' parameters and run the layers in a loop.
-      remat: activations that the backward pass recomputes: 'none'; 'dots', all but the products of
-        dense layers, so also attention; 'full', everything but the inputs of the layers.
+      remat: what the backward pass recomputes: with 'none' nothing; with 'dots' everything except
+        the products of dense layers, so also attention; with 'full' everything except the layers'
+        inputs.
     """
 
     config: LayerConfig
@@ -169,21 +160,21 @@ class Encoder(nn.Module):
 
         Args:
           x: (batch, length, hidden).
-          mask: bool (batch, length), true at tokens that others may attend to.
-          train: whether to drop values.
+          mask: bool (batch, length), true at tokens, and false at padding, which gets no attention.
+          train: whether to apply dropout.
         """
         x = split_sequence(x)
         layer = EncoderLayer
         if self.remat != "none":
-            # The products of attention have batch dimensions, so this policy recomputes them and
-            # keeps only those of dense layers.
+            # Products of attention have batch dimensions, so this policy recomputes them and only
+            # saves the products of dense layers.
             dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             layer = nn.remat(
                 layer,
                 policy=dots if self.remat == "dots" else None,
-                # The loop of a scan keeps the recomputation apart by itself.
+                # A scan does not need this barrier, because its loop separates the recomputation.
                 prevent_cse=not self.scan_layers,
-                # `train`, counted from self: Dropout needs a Python bool, not a tracer.
+                # `train` is argument 3, counting self. Dropout needs a Python bool, not a tracer.
                 static_argnums=(3,),
             )
         if not self.scan_layers:
@@ -192,7 +183,7 @@ class Encoder(nn.Module):
             return x
         scan = nn.scan(
             lambda layer, x, _: (layer(x, mask, train), None),
-            # Parameters are stacked on axis 0. Each layer draws its own initial values and masks.
+            # Stack parameters on axis 0, and draw separate initial values and masks per layer.
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
@@ -202,7 +193,7 @@ class Encoder(nn.Module):
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Stacks the parameters of an encoder's unrolled layers, as `scan_layers` needs them.
+    """Stacks the parameters of an encoder's unrolled layers for `scan_layers`.
 
     Values are copied exactly. The encoder may be anywhere in the tree. Other parameters, and a tree
     without unrolled layers, are returned unchanged.
@@ -211,13 +202,13 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
         return params
     if "layer_0" not in params:
         return {name: stack_layers(value) for name, value in params.items()}
-    # An encoder holds nothing but its layers, so their number is that of its keys.
+    # An encoder only contains its layers, so the number of keys is the number of layers.
     layers = [params[f"layer_{index}"] for index in range(len(params))]
     return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
 
 
 def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `stack_layers`."""
+    """Reverses `stack_layers`."""
     if not isinstance(params, Mapping):
         return params
     if "layers" not in params:

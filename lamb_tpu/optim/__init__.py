@@ -12,11 +12,32 @@
 ...     params = optax.apply_updates(params, updates)
 >>> print(params['dense']['kernel'][0])
 [0.994008 0.994008]
+
+These arguments mean the same in every optimizer that has them:
+
+- `learning_rate`: a number, or a schedule, a function of the number of completed updates.
+- `weight_decay`: a number or a schedule too; only applies to leaves that decay by the rules.
+- `rules`: which leaves decay, which adapt and which axes stack layers, see `parameters.resolve`. By
+  default every leaf decays and adapts.
+- `clip_global_norm`: the largest global l2 norm of all gradients. If their norm is larger, all
+  gradients are scaled down to this norm before the update. None for no clipping.
+- `axis_name`: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
+  `trust_ratio.scale_by_trust_ratio`; None under `jit`.
+- `mu_dtype`, `nu_dtype`, `momentum_dtype`: the dtypes of first moments, second moments and momentum
+  in the state, by default the dtype of the arithmetic. bfloat16 is too narrow for second moments at
+  b2 = 0.999.
+- `collect`: whether to store each layer's trust ratio and norms in the state, see
+  `diagnostics.read`.
+
+Arithmetic is in float32 (float64 for float64 leaves) whatever the dtypes of parameters and
+gradients. `update` needs `params`, and updates have the parameters' dtypes. If an argument is out
+of range or not one of the valid choices, a ValueError names the argument.
 """
 
 from lamb_tpu.optim import (
     chains,
     clipping,
+    diagnostics,
     directions,
     durations,
     factory,
@@ -25,9 +46,7 @@ from lamb_tpu.optim import (
     matrices,
     modules,
     parameters,
-    placement,
     presets,
-    readings,
     scaling,
     schedules,
     sharding,
@@ -57,7 +76,7 @@ from lamb_tpu.optim.muon import muon
 from lamb_tpu.optim.novograd import NovogradState, novograd
 from lamb_tpu.optim.onebit_adam import OnebitAdamState, onebit_adam
 from lamb_tpu.optim.onebit_lamb import OnebitLambState, onebit_lamb
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.parameters import ParameterMetadata
 from lamb_tpu.optim.presets import preset
 from lamb_tpu.optim.quiet import hush_libtpu
 from lamb_tpu.optim.refinement import refined_schedule
@@ -70,8 +89,7 @@ from lamb_tpu.optim.sharding import state_sharding
 from lamb_tpu.optim.trust_ratio import TrustRatioState, scale_by_trust_ratio
 from lamb_tpu.optim.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
-# At import, so that the library's first use of JAX prints nothing where libtpu is installed as a
-# compiler only.
+# Call this before JAX is used, so that libtpu prints nothing on a machine without a TPU.
 hush_libtpu()
 
 __all__ = [
@@ -85,7 +103,7 @@ __all__ = [
     "NovogradState",
     "OnebitAdamState",
     "OnebitLambState",
-    "ParameterFacts",
+    "ParameterMetadata",
     "RmspropTfState",
     "ScaleByLambState",
     "ScaleByLarsState",
@@ -105,6 +123,7 @@ __all__ = [
     "chains",
     "clip_global_norm",
     "clipping",
+    "diagnostics",
     "diffgrad",
     "directions",
     "durations",
@@ -129,10 +148,8 @@ __all__ = [
     "onebit_lamb",
     "parameters",
     "phases",
-    "placement",
     "preset",
     "presets",
-    "readings",
     "refined_schedule",
     "rmsprop_tf",
     "scale_by_lamb",

@@ -1,237 +1,276 @@
-"""Checks of arguments: a wrong one is a ValueError that names the argument and the value."""
+"""Checks of arguments; a ValueError names an invalid argument and its value."""
 
+import inspect
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
+
+# Arguments in [0, 1): decay rates of moving averages, and fractions.
+_BELOW_ONE = ("b1", "b2", "b3", "beta", "momentum", "dampening", "relative_floor")
+_FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least 1
 
 
 def is_number(value: Any) -> bool:
-    """Returns True for one real number, also in an array or traced; True and False are none."""
-    # Tracers are `jax.Array`s: their shape and dtype are known, and their value is not.
+    """Returns whether the value is a real number or a scalar array, even if traced, but no bool."""
+    # Tracers are `jax.Array`s: their shape and dtype are known, but not their value.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
         return value.shape == () and bool(real)
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def checked(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Checks a function's arguments against its annotations; returns them.
+
+    Flags must be True or False, floats at least 0, and floats in `_BELOW_ONE` below 1. Whole
+    numbers, schedules, bounds, dtypes and mesh axes are checked too. The caller checks arguments
+    that have a list of choices.
+
+    Args:
+      function: the function that calls `checked`.
+      given: its `locals()`.
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, value = parameter.annotation, given[name]
+        if kind is bool:
+            check_flag(name, value)
+        elif kind is int:
+            check_whole(name, value, lowest=0 if name in _FROM_ZERO else 1)
+        elif kind is float or (name in _BELOW_ONE and value is not None):
+            check_range(name, value, 1.0 if name in _BELOW_ONE else math.inf)
+        elif kind == optax.ScalarOrSchedule:
+            check_schedule(name, value)
+        elif kind == tuple[float, float]:
+            check_bounds(name, value)
+        elif name.endswith("_dtype"):
+            check_dtype(name, value, squares=name == "nu_dtype")
+        elif name == "axis_name":
+            check_axis_name(value)
+    return given
+
+
+def check_choices(**given: tuple[Any, Sequence[str]]) -> None:
+    """Raises ValueError unless each value is a choice; call with name=(value, choices)."""
+    for name, (value, choices) in given.items():
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
 def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def check_mapping(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a mapping or None."""
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a mapping or None, not {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises ValueError unless the value is one of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ValueError(f"{name}={value!r} must be a mapping or None")
 
 
 def check_bounds(name: str, bounds: tuple[float, float]) -> None:
-    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper, lower finite."""
-    pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(map(is_number, bounds))
-    if not pair or not 0.0 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"{name} must be (lower, upper), 0 <= lower <= upper, not {bounds!r}")
-    if bounds[0] == math.inf:
-        raise ValueError(f"{name} must be (lower, upper) with a finite lower, not {bounds!r}")
+    """Raises ValueError unless bounds are (lower, upper) with 0 <= lower <= upper and finite lower."""
+    pair = is_pair(bounds) and all(map(is_number, bounds))
+    if not pair or not 0.0 <= bounds[0] <= bounds[1] or bounds[0] == math.inf:
+        raise ValueError(
+            f"{name}={bounds!r} must be (lower, upper) with 0 <= lower <= upper and a finite lower"
+        )
 
 
 def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
-    """Raises ValueError unless the dtype is None or of floating point.
+    """Raises ValueError unless the dtype is a floating-point dtype or None.
 
-    With `squares` it must have float32's range: float16 rounds squares of small gradients to 0.
+    With `squares` the dtype must have the range of float32: float16 rounds squares of small
+    gradients to 0.
     """
     try:
         floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
     except TypeError:
         floating = False
     if not floating or (hasattr(dtype, "shape") and not isinstance(dtype, np.dtype)):
-        raise ValueError(f"{name} must be a floating-point dtype or None, not {dtype!r}")
+        raise ValueError(f"{name}={dtype!r} must be a floating-point dtype or None")
     # The smallest normal number of float16 is 2^-14; that of float32 and bfloat16 is 2^-126.
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(
-            f"{name} must have the range of float32, as bfloat16 has: in {dtype!r} squares of "
-            "small gradients become 0"
+            f"{name}={dtype!r} must have the range of float32, because squares of small gradients "
+            "become 0 otherwise; use float32 or bfloat16"
         )
 
 
 def check_range(name: str, value: Any, upper: float = math.inf) -> None:
-    """Raises ValueError unless 0 <= value < upper, or when an array is narrower than float32.
+    """Raises ValueError unless 0 <= value < upper, or if the value is narrower than float32.
 
-    `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype; in bfloat16
-    0.999 is 1.0, and 1 - b2 is lost. Traced values pass.
+    `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype. In bfloat16
+    0.999 becomes 1.0, so 1 - b2 would become 0. The range of traced values is not checked.
     """
     number = is_number(value)
     if number and isinstance(value, jax.Array):
         if value.dtype.itemsize < 4:
             raise ValueError(
-                f"{name} is a {value.dtype} array and has lost digits: "
-                "give inject_hyperparams hyperparam_dtype=jnp.float32"
+                f"{name} is a {value.dtype} array and has lost digits; "
+                "pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
             )
-        # A comparison would ask for the value of a traced number.
+        # A traced number has no value to compare.
         if isinstance(value, jax.core.Tracer):
             return
     if not number or not 0.0 <= value < upper:
         limit = "" if upper == math.inf else f" and below {upper:g}"
-        raise ValueError(f"{name} must be at least 0{limit}, not {value!r}")
+        raise ValueError(f"{name}={value!r} must be at least 0{limit}")
 
 
 def check_schedule(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a number of at least 0, or a schedule."""
+    """Raises ValueError unless the value is at least 0 or a function (a schedule)."""
     if not callable(value):
         check_range(name, value)
 
 
 def check_above_zero(**values: float) -> None:
-    """Raises ValueError for the first value that is not a finite number above 0, by its name."""
+    """Raises ValueError for the first value that is not a finite number above 0."""
     for name, value in values.items():
         if not is_number(value) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0, not {value!r}")
+            raise ValueError(f"{name}={value!r} must be above 0")
 
 
 def check_whole(name: str, value: Any, lowest: int = 0) -> None:
-    """Raises ValueError unless the value is a whole number of at least `lowest`, or traced."""
+    """Raises ValueError unless the value is traced or a whole number of at least `lowest`."""
     number = is_number(value)
     if number and isinstance(value, jax.core.Tracer):
         return
-    # `optax.inject_hyperparams` makes arrays of float32 of whole numbers too.
+    # `optax.inject_hyperparams` turns whole numbers into float32 arrays too.
     whole = isinstance(value, numbers.Integral) or isinstance(value, (jax.Array, np.ndarray))
     if not number or not whole or value < lowest or value % 1 != 0:
-        raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value!r}")
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {lowest}")
 
 
 def check_static(**values: Any) -> None:
-    """Raises ValueError if one of the values is a JAX array, as `optax.inject_hyperparams` makes.
+    """Raises ValueError if a value is a JAX array, for example from `optax.inject_hyperparams`.
 
-    These arguments decide shapes or the program itself, so that an update cannot change them.
+    These arguments determine shapes or the program itself, so an update cannot change them.
     """
     if any(isinstance(value, jax.Array) for value in values.values()):
         raise ValueError(
-            f"{' and '.join(values)} must not be an array; give optax.inject_hyperparams "
-            f"static_args={tuple(values)!r}"
+            f"{', '.join(values)} must not be a JAX array; pass static_args={tuple(values)!r} to "
+            "optax.inject_hyperparams"
         )
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Raises ValueError unless it is a mesh axis, a tuple of them, a spec, a function, or None.
+    """Raises ValueError unless `axis_name` has one of the forms of `trust_ratio.AxisName`.
 
-    What a function gives is checked where it is called, leaf by leaf.
+    If it is a function, `trust_ratio.axes_of` checks the function's return value for each leaf.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     given = axis_name is None or callable(axis_name) or isinstance(axis_name, PartitionSpec)
     if not given and not all(isinstance(name, str) for name in names):
         raise ValueError(
-            "axis_name must be a mesh axis, a tuple of them, a PartitionSpec, a function of a "
-            f"leaf's path to one of these, or None, not {axis_name!r}"
+            f"axis_name={axis_name!r} must be a mesh axis, a tuple of mesh axes, a PartitionSpec, "
+            "a function from a leaf's path to one of these, or None"
         )
 
 
 def check_transform(name: str, tx: Any) -> None:
-    """Raises ValueError unless it has the functions `init` and `update` of an Optax transform."""
+    """Raises ValueError unless `tx` has the functions `init` and `update`, like a transform."""
     if not all(callable(getattr(tx, function, None)) for function in ("init", "update")):
-        raise ValueError(f"{name} must be an Optax transform, not {tx!r}")
+        raise ValueError(f"{name}={tx!r} must be an Optax transform")
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Raises ValueError unless the state is of that type; another optimizer's is not."""
+    """Raises ValueError unless the state has the type that this transform's `init` returns."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"state must be the {kind.__name__} that this transform's init made, not {short(state)}"
+            f"state={short(state)} must be the {kind.__name__} from this transform's init"
         )
 
 
-def check_opt_state(opt_state: Any) -> None:
-    """Raises ValueError for None and for a single leaf that is no array: no transform's state."""
+def check_opt_state(opt_state: optax.OptState) -> None:
+    """Raises ValueError if the state is None or a single leaf that is not an array."""
     # A state may be a single array, or a container without leaves, such as `optax.EmptyState()`.
     bare = jax.tree_util.all_leaves([opt_state]) and not _is_array(opt_state)
     if opt_state is None or bare:
-        raise ValueError(f"opt_state must be an optimizer's state, not {opt_state!r}")
+        raise ValueError(f"opt_state={opt_state!r} must be an optimizer's state")
 
 
-def check_moments(source: str, moments: Any, params: Any) -> None:
-    """Raises ValueError, which begins with `source`, unless each parameter has a second moment."""
+def check_moments(source: str, moments: Any, params: optax.Params) -> None:
+    """Raises ValueError unless each parameter has a second moment; the message starts with `source`."""
     if jax.tree.structure(moments) != jax.tree.structure(params) or any(
         np.shape(v) != np.shape(p)
         for v, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params), strict=True)
     ):
         raise ValueError(
-            f"{source} no second moment of each parameter, as lamb, adam and adamw keep them in "
-            "the field `nu` of their state"
+            f"{source} no second moment for each parameter; lamb, adam and adamw, for example, "
+            "have them in the field `nu` of their state"
         )
 
 
+def joined(path: tuple[Any, ...]) -> str:
+    """Returns the keys of a path into a tree, joined by '/'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def check_arrays(name: str, tree: Any) -> None:
-    """Raises ValueError unless every leaf has a shape and a dtype, as arrays do, or is a number."""
+    """Raises ValueError unless every leaf has a shape and a dtype, like an array, or is a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not _is_array(leaf) and not is_number(leaf):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = joined(path)
             raise ValueError(
-                f"{name} must hold arrays, and {f'{where!r} ' if where else ''}is {short(leaf)}"
+                f"{name}{f'[{where!r}]' if where else ''}={short(leaf)} must be an array"
             )
 
 
-def gradient_leaves(updates: Any, params: Any) -> list[jax.Array]:
-    """The leaves of `updates`, one for each of `params`.
+def gradient_leaves(updates: optax.Updates, params: optax.Params) -> list[jax.Array]:
+    """Returns the leaves of `updates`, one per parameter.
 
-    Raises:
-      ValueError: params is None; updates that have another structure than params, or a leaf that
-        is no array, has another shape than its parameter, or is complex where that is real.
+    Raises ValueError if `params` is None, `updates` has a different structure than `params`, or a
+    leaf is not an array, differs in shape from its parameter, or is complex for a real parameter.
     """
     if params is None:
-        raise ValueError("params is None: call update(grads, state, params)")
+        raise ValueError("params is None; call update(grads, state, params)")
     check_arrays("params", params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     try:
-        # As deep as params and no deeper, so that a None where a gradient should be is found and
-        # named below.
+        # Unlike `jax.tree.leaves` this keeps a None in place of a gradient, which is rejected
+        # below.
         grads = treedef.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(
-            f"updates must have the structure of params, and is {short(updates)}: {error}"
+            f"updates={short(updates)} must have the structure of params: {error}"
         ) from None
     for (path, param), grad in zip(leaves, grads, strict=True):
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        where = joined(path)
         if not _is_array(grad):
-            raise ValueError(
-                f"updates must hold an array for the parameter {where!r}, not {short(grad)}"
-            )
-        # Otherwise it would be broadcast without a word.
+            raise ValueError(f"updates[{where!r}]={short(grad)} must be an array")
+        # Without this check JAX would silently broadcast the gradient or the parameter.
         if grad.shape != np.shape(param):
             raise ValueError(
-                f"updates hold an array of the shape {grad.shape} for the parameter {where!r} of "
-                f"the shape {np.shape(param)}"
+                f"updates[{where!r}] has the shape {grad.shape}, but its parameter has the shape "
+                f"{np.shape(param)}"
             )
         # A cast to the parameter's dtype would drop the imaginary part.
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise ValueError(
-                f"updates hold {grad.dtype} for the parameter {where!r}, which is "
-                f"{jnp.result_type(param)}"
+                f"updates[{where!r}] is {grad.dtype}, but its parameter is {jnp.result_type(param)}"
             )
     return grads
 
 
-def check_result(found: Any, params: Any, state: Any) -> None:
-    """Raises ValueError unless an update returns updates like the parameters, and a like state.
+def check_result(result: Any, params: optax.Params, state: Any) -> None:
+    """Checks the return value of a transform's `update`.
 
-    Args:
-      found: what `update` has returned.
-      params: the parameters.
-      state: the state that `update` was given.
+    Raises ValueError if the updates do not match the parameters, or if the new state differs from
+    `state`, the argument of `update`, in structure, shapes or dtypes.
     """
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ValueError(f"update must return (updates, state), not {short(found)}")
-    updates, after = found
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"update must return (updates, state), not {short(result)}")
+    updates, after = result
     try:
         leaves = gradient_leaves(updates, params)
     except ValueError as error:
@@ -244,27 +283,24 @@ def check_result(found: Any, params: Any, state: Any) -> None:
     if changed or jax.tree.structure(state) != jax.tree.structure(after):
         where = f", {changed[0]!r} is in one of them only" if changed else ""
         raise ValueError(
-            "update must return a state of the structure that it is given: there are "
-            f"{len(known)} arrays before and {len(now)} after it{where}"
+            "update must return a state with the structure of its argument: it was given "
+            f"{len(known)} arrays and returned {len(now)}{where}"
         )
     for path, leaf in known.items():
         before, later = _described(leaf), _described(now[path])
         if before != later:
             raise ValueError(
-                f"update must keep shapes and dtypes of its state: {path!r} is {before} before "
-                f"and {later} after it"
+                "update must not change the shapes and dtypes of its state, but changed "
+                f"{path!r} from {before} to {later}"
             )
 
 
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {joined(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _described(leaf: Any) -> str:
-    # A random key has no dtype of NumPy's.
+    # `jnp.result_type` rejects the dtype of a random key.
     dtype = leaf.dtype if _is_array(leaf) else jnp.result_type(leaf)
     return f"{dtype}{list(np.shape(leaf))}"
 
@@ -274,6 +310,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Returns the value's `repr`, cut off after 200 characters."""
+    """Returns the value's `repr`, at most 200 characters of it."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,4 +1,4 @@
-r"""diffGrad: Adam with a step that is shorter where the gradient changes little."""
+r"""diffGrad: Adam with shorter steps where the gradient has changed little since the last update."""
 
 from typing import Any, NamedTuple
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.leafwise import Leaf, Step
+from lamb_tpu.optim.parameters import ParameterMetadata, Rules
 from lamb_tpu.optim.splits import Split
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics
 
 
 class DiffgradState(NamedTuple):
@@ -19,8 +19,8 @@ class DiffgradState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
-    previous: Any  # the gradients of the last update, decay included: float32
-    readings: Readings | None
+    previous: Any  # the gradients of the last update, including decay: float32
+    diagnostics: Diagnostics | None
 
 
 def diffgrad(
@@ -36,7 +36,7 @@ def diffgrad(
     nu_dtype: Any = None,
     collect: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""diffGrad, as in the second version of the authors' code.
+    r"""The diffGrad optimizer, as in the second version of the authors' code.
 
     .. math::
       d_t &= g_t + \lambda w_{t-1}, \quad \xi_t = \frac{1}{1 + \exp(-|d_{t-1} - d_t|)}, \quad
@@ -46,12 +46,12 @@ def diffgrad(
       w_t &= w_{t-1} - \eta_{t-1} \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
       \frac{\xi_t m_t}{\sqrt{v_t} + \epsilon}
 
-    element by element. :math:`\xi` is 0.5 where the gradient stays the same and nears 1 where it
-    changes by much more than 1, so what it does depends on the scale of the loss. The first
-    version of the authors' code compared each gradient with itself, so that :math:`\xi` was 0.5
-    after the first update: Adam at half the rate. The decay is part of the gradient; a leaf that
-    does not decay has :math:`\lambda = 0`. There is no trust ratio, so whether a leaf adapts
-    changes nothing. Arithmetic is in float32 (float64 for float64 leaves).
+    for each element. :math:`\xi` is 0.5 where the gradient does not change, and approaches 1 where
+    the change is much larger than 1, so the effect of :math:`\xi` depends on the scale of the loss.
+    The first version of the authors' code could compare a gradient with itself; :math:`\xi` was
+    then 0.5 from the second update on, which is Adam at half the rate. The decay is part of the
+    gradient; a leaf that does not decay has :math:`\lambda = 0`. There is no trust ratio, so
+    `adapt` of the rules has no effect.
 
     >>> import jax.numpy as jnp
     >>> tx = diffgrad(0.1)
@@ -64,68 +64,35 @@ def diffgrad(
     [-0.05, 0.05]
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule of the count of completed updates; 1e-3
-        in the authors' code.
+      learning_rate: :math:`\eta`; 1e-3 in the authors' code. `lamb_tpu.optim` describes all
+        arguments that are not listed here.
       b1: :math:`\beta_1`, in [0, 1); 0.9 in the authors' code.
       b2: :math:`\beta_2`, in [0, 1); 0.999 in the authors' code.
-      eps: :math:`\epsilon`, added to the root of the second moment before that is corrected for
-        its start at 0; 1e-8 in the authors' code. Adam adds it after the correction.
-      weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates; 0 in
-        the authors' code.
-      rules: which leaves decay, see `parameters.resolve`.
-      clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
-        it before anything else; None for no clipping.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, for
-        clipping and `collect`, see `trust_ratio.scale_by_trust_ratio`; None under `jit`.
-      mu_dtype: the dtype in which first moments are kept; by default that of the arithmetic.
-      nu_dtype: the same for second moments. bfloat16 is too narrow for them at b2 = 0.999.
-      collect: keep each layer's norms in the state, see `readings.read`.
-
-    Returns:
-      A transform whose `update` needs `params`; updates have the parameters' dtypes.
-
-    Raises:
-      ValueError: for an argument that is out of range, naming it.
+      eps: :math:`\epsilon`, added to the root of the second moment before the bias correction (Adam
+        adds it after the bias correction); 1e-8 in the authors' code.
+      weight_decay: :math:`\lambda`; 0 in the authors' code.
 
     References:
       Dubey et al., diffGrad: An Optimization Method for Convolutional Neural Networks,
       arXiv:1909.11015, with its code, diffGrad_v2.py.
     """
-    checks.check_range("b1", b1, upper=1.0)
-    checks.check_range("b2", b2, upper=1.0)
-    checks.check_range("eps", eps)
-    checks.check_schedule("weight_decay", weight_decay)
-    checks.check_dtype("mu_dtype", mu_dtype)
-    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
+    given = checks.checked(diffgrad, locals())
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
-        del facts, split
-        mu, nu = leafwise.zeros_like(param, mu_dtype), leafwise.zero_squares(param, nu_dtype)
-        return mu, nu, leafwise.zeros_like(param)
+    def init_leaf(param: jax.Array, metadata: ParameterMetadata, split: Split) -> tuple[Any, ...]:
+        del metadata, split
+        return *leafwise.initial_moments(param, mu_dtype, nu_dtype), leafwise.zeros_like(param)
 
     def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array, previous: jax.Array) -> Step:
-        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
-        rate, completed, count = leaf.rate, leaf.completed, leaf.count
-        dtype, real = weights.dtype, rate.dtype
-        if facts.decay:
-            grad = grad + leafwise.decay_at(weight_decay, facts, completed, real) * weights
-        mu = (b1 * mu.astype(dtype) + (1 - b1) * grad).astype(mu.dtype)
-        square = trust_ratio.real_product((1 - b2) * grad, grad)
-        nu = (b2 * nu.astype(real) + square).astype(nu.dtype)
-        # xi_t; the previous gradient holds the decay too.
+        grad = leaf.grad
+        if leaf.metadata.decay:
+            grad = grad + leafwise.decay_of(leaf, weight_decay) * leaf.weights
+        mu, nu = leafwise.moments(leaf, grad, mu, nu, b1, b2)
+        # xi_t; the previous gradient also includes the decay.
         friction = jax.nn.sigmoid(jnp.abs(previous - grad))
-        # The bias corrections stand outside the division, so that eps is added before them.
-        correction = jnp.sqrt(one_minus_power(b2, count, real)) / one_minus_power(b1, count, real)
-        direction = friction * mu.astype(dtype) / (trust_ratio.root(nu.astype(real)) + eps)
-        return -rate * correction * direction, (mu, nu, grad), None
+        root = trust_ratio.root(nu.astype(leaf.rate.dtype))
+        direction = friction * mu.astype(leaf.weights.dtype) / (root + eps)
+        # Apply the bias corrections after the division, so that eps is added before them.
+        step = -leaf.rate * leafwise.step_correction(leaf, b1, b2) * direction
+        return step, (mu, nu, grad), None
 
-    return leafwise.transform(
-        DiffgradState,
-        init_leaf,
-        step_leaf,
-        learning_rate,
-        rules,
-        clip_global_norm=clip_global_norm,
-        axis_name=axis_name,
-        collect=collect,
-    )
+    return leafwise.transform(DiffgradState, init_leaf, step_leaf, **leafwise.common(given))

@@ -12,10 +12,10 @@ from lamb_tpu.optim import (
     baselines,
     checks,
     clipping,
+    diagnostics,
     modules,
     parameters,
     presets,
-    readings,
     rounding,
 )
 from lamb_tpu.optim.adagrad_norm import adagrad_norm
@@ -36,9 +36,8 @@ from lamb_tpu.optim.schedule_free import schedule_free_adamw
 from lamb_tpu.optim.trust_ratio import AxisName
 from lamb_tpu.optim.zero_one_adam import zero_one_adam
 
-# Arguments of every optimizer in a config.
-# They are `inspect.Parameter`s, as in a function's signature, so that a command line can read the
-# types and defaults of both kinds alike.
+# Arguments that every optimizer has in a config. They are `inspect.Parameter`s, so code can treat
+# them like the arguments in the signature of an optimizer.
 _COMMON = {
     key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     for key, kind in (
@@ -51,7 +50,7 @@ _COMMON = {
         ("preset", str | None),
     )
 }
-# Arguments of `agvm` in a config, beside those that other names take the place of.
+# Arguments of `agvm` that have the same name in a config.
 _AGVM = ("interval", "start", "stop", "momentum", "bounds", "eps", "eps_root")
 
 
@@ -60,73 +59,62 @@ def make_optimizer(
     learning_rate: optax.ScalarOrSchedule,
     params: optax.Params | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that `config['name']` names, with the other entries as its arguments.
+    """Builds the optimizer `config['name']` with the other entries as its arguments.
 
     >>> tx = make_optimizer({'name': 'lamb', 'b2': 0.98, 'rules': 'no_bias_no_norm'}, 1e-3)
     >>> tx = make_optimizer({'name': 'lars', 'preset': 'lamb_paper', 'weight_decay': 0.1}, 1e-3)
 
     Args:
-      config: 'name', one of `OPTIMIZERS` or a function like them, such as those of Optax, and
-        arguments of that function. Every optimizer takes:
-        'rules': a name in `parameters.RULES` or a list of
-          (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}), so that one table serves all.
-        'clip_global_norm': the l2 norm of all gradients together above which they are scaled down
-          to it before anything else; the LAMB authors' code has 1.0. None for none.
-        'axis_name': the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-          `trust_ratio.scale_by_trust_ratio`.
-        'l2': the factor of an L2 term of the loss, beside the optimizer's own decay and before all
-          else, see `l2.add_l2`; 'l2_rules' say by `decay` which leaves are in it, without them
-          'rules'.
-        'agvm': {'modules': pairs (name, regex over paths), 'anchor': the name of one of them, by
-          default the first, 'second_moment': True to divide by the optimizer's second moments, and
-          other arguments of `agvm.agvm`}. The update takes `halves`, of gradients without the L2
-          term and before clipping.
-        'stochastic_rounding': a seed, or True for 0, for bfloat16 parameters, see `rounding`.
-        'preset': the name of arguments in `presets.PRESETS` to begin with; others override them.
-          None or '' for none.
-      learning_rate: a number, or a schedule of the count of completed updates.
-      params: arrays or `jax.ShapeDtypeStruct`s; with them, rules that do not fit fail here and not
-        in `init`.
+      config: a mapping. Its entry 'name' is a name in `OPTIMIZERS`, or a function that takes
+        `learning_rate` and returns a transform, such as Optax's. The other entries are arguments of
+        this optimizer, or one of these:
+
+        - 'rules': a name in `parameters.RULES`, or a list of
+          (regex, {'decay': ..., 'adapt': ..., 'layer_axes': ...}).
+        - 'clip_global_norm' and 'axis_name', see `lamb_tpu.optim`.
+        - 'l2': the factor of an L2 term in the loss, see `l2.add_l2`. The gradient of the term is
+          added before clipping, and in addition to the optimizer's decay. The term covers the
+          leaves that decay by 'l2_rules' or, without 'l2_rules', by 'rules'.
+        - 'agvm': a mapping. 'modules' has pairs (name, regex over paths). 'anchor' is the name of a
+          module, by default the first. 'second_moment' is True to divide by the root of the
+          optimizer's second moments. The other keys are arguments of `agvm.agvm`. `update` then
+          takes `halves`, gradients without the L2 term and before clipping.
+        - 'stochastic_rounding': the seed of stochastic rounding for bfloat16 parameters, see
+          `rounding`. True for the seed 0; None or False for no stochastic rounding.
+        - 'preset': the name of a preset in `presets.PRESETS`; other entries override the preset's
+          arguments. None or '' for no preset.
+
+      learning_rate: a number, or a schedule, a function of the number of completed updates.
+      params: arrays or `jax.ShapeDtypeStruct`s. If given, rules are checked against them here, not
+        only in `init`.
 
     Raises:
-      ValueError: an unknown name or argument, or a value that the optimizer refuses.
+      ValueError: the name, an argument or a rule is unknown or invalid, an argument has no effect,
+        or two arguments are incompatible.
     """
     arguments = _entries(config)
     name = arguments.pop("name", None)
-    every = own_arguments(name)
+    every = custom_arguments(name)
     preset = arguments.pop("preset", None)
     if preset not in (None, ""):
-        # Given arguments override those of the preset.
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
     known = {key: value for key, value in _parameters(build).items() if key != "learning_rate"}
-    # An optimizer with an argument of this name gets it; for the others it is taken out here, and a
-    # transform around the optimizer does the work.
+    # If the optimizer's function has an argument of this name, pass the value to it. Otherwise
+    # remove the value from the arguments; another transform wraps the optimizer below.
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None) for key in _COMMON
     }
     for key in arguments:
         if key not in known:
             raise ValueError(f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}")
-    tx = build(learning_rate=learning_rate, **arguments)
-    if isinstance(tx, Reducing):
-        for key in ("clip_global_norm", "l2", "agvm", "stochastic_rounding"):
-            if key not in known and common[key] not in (None, False):
-                raise ValueError(
-                    f"{key} is a transform around the optimizer, and {_title(name)} sums over "
-                    "devices by itself, which needs the outermost place; leave it out"
-                )
-    if callable(name):
-        checks.check_transform(f"what {_title(name)} returns", tx)
-        # A function of a user's own may return a transform without extra arguments, which the
-        # wrappers below pass on.
-        tx = optax.with_extra_args_support(tx)
+    tx = _built(name, build(learning_rate=learning_rate, **arguments), known, common)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
     if common["clip_global_norm"] is not None and "clip_global_norm" not in known:
         clip = clipping.clip_global_norm(common["clip_global_norm"], common["axis_name"])
-        # The order of the wrappers: the L2 term is part of the loss, so it is added before
-        # gradients are clipped; rounding needs the very last update, so it is outermost.
+        # The L2 term is part of the loss, so it is added before clipping. Rounding needs the final
+        # update, so it is the outermost wrapper.
         tx = optax.chain(clip, tx)
     rules = common["l2_rules"]
     if common["l2"] is not None:
@@ -135,23 +123,51 @@ def make_optimizer(
         if params is not None:
             parameters.resolve(params, rules)
     elif rules is not None:
-        raise ValueError("l2_rules say which leaves are in the term l2, which is missing")
+        raise ValueError(f"l2_rules={rules!r} has no effect without l2; set l2 or leave it out")
     if common["agvm"] is not None:
         b2 = arguments.get("b2", known["b2"].default) if "b2" in known else None
         tx = _under_agvm(tx, common["agvm"], b2, common["axis_name"], params)
-    seed = common["stochastic_rounding"]
-    # False is the number 0 to Python and here means no rounding, whereas 0 is a seed.
+    return _rounded(tx, common["stochastic_rounding"], common["axis_name"], params)
+
+
+def _built(
+    name: Any, tx: Any, known: Mapping[str, Any], common: Mapping[str, Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Checks that `tx` is a transform that the requested wrappers can contain, and returns it."""
+    if isinstance(tx, Reducing):
+        for key in ("clip_global_norm", "l2", "agvm", "stochastic_rounding"):
+            if key not in known and common[key] not in (None, False):
+                raise ValueError(
+                    f"{key}={common[key]!r} would wrap {_title(name)}, which sums over devices "
+                    "itself and must be outermost; leave it out"
+                )
+    if callable(name):
+        checks.check_transform(f"{_title(name)}()", tx)
+        # The wrappers pass extra arguments, and the `update` of a custom transform may not take
+        # any.
+        tx = optax.with_extra_args_support(tx)
+    return tx
+
+
+def _rounded(
+    tx: optax.GradientTransformationExtraArgs, seed: Any, axis_name: AxisName, params: optax.Params
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer in `stochastic_rounding` unless `seed` is None or False."""
+    # 0 is a seed, although False == 0 in Python.
     if seed is None or seed is False:
         return tx
     if (type(seed) is not int and seed is not True) or seed < 0:
         raise ValueError(
-            f"stochastic_rounding must be True, False or a seed of at least 0, not {seed!r}"
+            f"stochastic_rounding={seed!r} must be True, False or a seed of at least 0"
         )
     if params is not None and not any(
         jnp.result_type(leaf) == jnp.bfloat16 for leaf in jax.tree.leaves(params)
     ):
-        raise ValueError("stochastic_rounding has no use here: no parameter is bfloat16")
-    return rounding.stochastic_rounding(tx, 0 if seed is True else seed, common["axis_name"])
+        raise ValueError(
+            f"stochastic_rounding={seed!r} has no effect, because no parameter is bfloat16; "
+            "leave it out"
+        )
+    return rounding.stochastic_rounding(tx, 0 if seed is True else seed, axis_name)
 
 
 def _under_agvm(
@@ -159,11 +175,11 @@ def _under_agvm(
     fields: Any,
     b2: float | None,
     axis_name: AxisName,
-    params: Any,
+    params: optax.Params,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `agvm` around an optimizer, by the entry 'agvm' of a config."""
+    """Wraps an optimizer in `agvm`, configured by the entry 'agvm' of a config."""
     if not hasattr(fields, "items"):
-        raise ValueError(f"agvm must be a mapping with the key 'modules', not {fields!r}")
+        raise ValueError(f"agvm={fields!r} must be a mapping with the key 'modules'")
     given = dict(fields.items())
     known = ("modules", "anchor", "second_moment", *_AGVM)
     for key in given:
@@ -174,83 +190,76 @@ def _under_agvm(
     names, patterns = [name for name, _ in pairs], [pattern for _, pattern in pairs]
     if len(names) < 2:
         raise ValueError(
-            f"agvm.modules is {pairs!r}; agvm compares modules, of which there must be at least two"
+            f"agvm.modules={pairs!r} must have at least two modules, because agvm compares modules"
         )
     modules.check("agvm.modules", patterns)
     anchor = given.pop("anchor", names[0])
     if anchor not in names:
-        raise ValueError(f"agvm.anchor is {anchor!r}; the modules are: {', '.join(names)}")
+        raise ValueError(f"agvm.anchor={anchor!r} must be one of {', '.join(names)}")
     preconditions = given.pop("second_moment", False)
     checks.check_flag("agvm.second_moment", preconditions)
     if preconditions:
         if b2 is None:
             raise ValueError(
-                "agvm.second_moment is True, and the optimizer has no argument b2, the decay of "
-                "second moments; it must be False"
+                "agvm.second_moment=True must be False, because the optimizer has no argument b2, "
+                "the decay of second moments"
             )
-        given |= {"second_moment": readings.second_moments, "b2": b2}
+        given |= {"second_moment": diagnostics.second_moments, "b2": b2}
     try:
         tx = agvm(tx, patterns, anchor=names.index(anchor), axis_name=axis_name, **given)
         if params is not None:
-            jax.eval_shape(tx.init, params)  # every leaf belongs to a module
+            jax.eval_shape(tx.init, params)  # raises if a leaf belongs to no module
     except ValueError as error:
         raise ValueError(f"agvm: {error}") from error
     return tx
 
 
-def own_arguments(name: Any) -> dict[str, inspect.Parameter]:
-    """Returns the arguments of an optimizer, a name or a function, with types and defaults.
+def custom_arguments(name: Any) -> dict[str, inspect.Parameter]:
+    """Returns the arguments of an optimizer, given by name or as a function.
 
-    First those of its function, without the learning rate, then those that all optimizers take.
+    The arguments in the signature of the function, except the learning rate, come first, and then
+    those that every optimizer has.
 
-    >>> own_arguments("sgd")["weight_decay"].default
+    >>> custom_arguments("sgd")["weight_decay"].default
     0.0
-    >>> [key for key in own_arguments("sgd") if key not in ("weight_decay", "rules")]
+    >>> [key for key in custom_arguments("sgd") if key not in ("weight_decay", "rules")]
     ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'agvm', 'stochastic_rounding', 'preset']
-
-    Raises:
-      ValueError: an unknown name, or a function without the argument `learning_rate`.
     """
     if not callable(name) and (not isinstance(name, str) or name not in OPTIMIZERS):
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"the optimizer's name {name!r} is unknown; known: {known}")
-    own = _parameters(name if callable(name) else OPTIMIZERS[name])
-    if "learning_rate" not in own:
-        raise ValueError(f"{_title(name)} has no argument 'learning_rate'; it must take one")
-    del own["learning_rate"]
-    return own | {key: value for key, value in _COMMON.items() if key not in own}
+        raise ValueError(f"name={name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+    specific = _parameters(name if callable(name) else OPTIMIZERS[name])
+    if "learning_rate" not in specific:
+        raise ValueError(f"{_title(name)} has no argument 'learning_rate'; add one to the function")
+    del specific["learning_rate"]
+    return specific | {key: value for key, value in _COMMON.items() if key not in specific}
 
 
 def _entries(config: Any) -> dict[str, Any]:
-    """Returns the entries of an optimizer's config."""
     if not hasattr(config, "items"):
-        raise ValueError(f"config must be a mapping with the key 'name', not {config!r}")
+        raise ValueError(f"config={config!r} must be a mapping with the key 'name'")
     return dict(config.items())
 
 
 def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all arguments of `make_optimizer`'s config; those left out have their defaults.
+    """Returns all arguments that follow from a config of `make_optimizer`, including defaults.
 
     >>> arguments_of({"name": "lars", "preset": "optax", "momentum": 0.8})["denominator"]
     'decayed'
     >>> arguments_of({"name": "momentum"})["momentum"]
     0.9
-
-    Raises:
-      ValueError: as `own_arguments`, or for an unknown preset.
     """
     given = _entries(config)
     name = given.pop("name", None)
-    found = {key: parameter.default for key, parameter in own_arguments(name).items()}
+    defaults = {key: parameter.default for key, parameter in custom_arguments(name).items()}
     if (preset := given.pop("preset", None)) not in (None, ""):
-        found |= presets.preset(name, preset)
-    return found | given
+        defaults |= presets.preset(name, preset)
+    return defaults | given
 
 
 def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The function's named parameters, their annotations as types where these can be resolved."""
+    """Returns the named parameters of a function, with annotations evaluated if possible."""
     try:
-        # Annotations of a user's own function may name what is imported for type checkers only.
+        # Annotations of a custom function may use names that only type checkers import.
         signature = inspect.signature(build, eval_str=True)
     except (AttributeError, NameError, SyntaxError, TypeError):
         signature = inspect.signature(build)
@@ -262,31 +271,18 @@ def _parameters(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _title(name: Any) -> str:
-    """The name of an optimizer, or of a function in its module."""
+    """Returns the name of an optimizer for messages; 'module:function' for a function."""
     if not callable(name):
         return str(name)
     return f"{name.__module__}:{getattr(name, '__qualname__', type(name).__name__)}"
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "lamb": lamb,
-    "lars": lars,
-    "novograd": novograd,
-    "diffgrad": diffgrad,
-    "rmsprop_tf": rmsprop_tf,
-    "adagrad_norm": adagrad_norm,
-    "apollo": apollo,
-    "sgd": baselines.sgd,
-    "momentum": baselines.momentum,
-    "nesterov": baselines.nesterov,
-    "adam": baselines.adam,
-    "adamw": baselines.adamw,
-    "adagrad": baselines.adagrad,
-    "lion": baselines.lion,
-    "adafactor": baselines.adafactor,
-    "muon": muon,
-    "schedule_free_adamw": schedule_free_adamw,
-    "onebit_adam": onebit_adam,
-    "onebit_lamb": onebit_lamb,
-    "zero_one_adam": zero_one_adam,
+    made.__name__: made
+    for made in (
+        *(lamb, lars, novograd, diffgrad, rmsprop_tf, adagrad_norm, apollo),
+        *(baselines.sgd, baselines.momentum, baselines.nesterov, baselines.adam, baselines.adamw),
+        *(baselines.adagrad, baselines.lion, baselines.adafactor, muon, schedule_free_adamw),
+        *(onebit_adam, onebit_lamb, zero_one_adam),
+    )
 }

@@ -1,4 +1,6 @@
-"""The gradient of an L2 term of the loss, beside whatever decay an optimizer has of its own."""
+"""The gradient of an L2 term in the loss, in addition to the optimizer's weight decay."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ from lamb_tpu.optim.parameters import Rules
 def add_l2(
     inner: optax.GradientTransformation, l2: float, rules: Rules = parameters.DEFAULT_RULES
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Gives `inner` the gradient of the loss plus :math:`\frac{\lambda}{2} \|w\|^2`.
+    r"""Passes `inner` the gradient of the loss plus :math:`\frac{\lambda}{2} \|w\|^2`.
 
-    For code that keeps the term in its loss, and with it in every norm that the optimizer takes of
-    a gradient, as tensorflow/tpu's EfficientNet does under LARS. The state is that of `inner`.
+    This reproduces code that adds this term to its loss, such as tensorflow/tpu's EfficientNet with
+    LARS; there, the term is part of every gradient norm that the optimizer computes. The state is
+    that of `inner`.
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim
@@ -25,11 +28,8 @@ def add_l2(
 
     Args:
       inner: the optimizer.
-      l2: :math:`\lambda`.
-      rules: the leaves that decay by these are in the term, see `parameters.resolve`.
-
-    Raises:
-      ValueError: `l2` is no number of at least 0, or rules that are not rules.
+      l2: :math:`\lambda`, at least 0.
+      rules: the term covers the leaves that decay by these rules, see `parameters.resolve`.
 
     References:
       models/official/efficientnet/main.py of tensorflow/tpu: `loss` in `model_fn`.
@@ -40,21 +40,19 @@ def add_l2(
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
+        updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         checks.gradient_leaves(updates, params)
 
-        # The table of facts is the first tree, so its `decay` is at hand leaf by leaf.
-        def add(facts: parameters.ParameterFacts, grad: jax.Array, param: jax.Array) -> jax.Array:
-            if not facts.decay:
+        def add(
+            metadata: parameters.ParameterMetadata, grad: jax.Array, param: jax.Array
+        ) -> jax.Array:
+            if not metadata.decay:
                 return grad
             dtype = trust_ratio.compute_dtype(param)
             return jnp.asarray(grad, dtype) + l2 * jnp.asarray(param, dtype)
 
         updates = jax.tree.map(add, parameters.resolve(params, rules), updates, params)
-        return inner.update(updates, state, params, **extra_args)
+        return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -1,7 +1,7 @@
-r"""LAMB: Adam's direction, decayed, with one step length for each layer.
+r"""LAMB: Adam's direction plus weight decay, with one step length per layer.
 
-What is published under this name differs in a few choices, which are the arguments of `lamb`.
-`presets.PRESETS['lamb']` has those of each published form, as in
+Published implementations of LAMB differ in a few choices, which are the arguments of `lamb`.
+`presets.PRESETS['lamb']` has the arguments that reproduce each implementation, for example
 `lamb(rate, **presets.preset('lamb', 'timm'))`.
 """
 
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
-from lamb_tpu.optim.directions import AdamDirection
-from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
+from lamb_tpu.optim.directions import NESTEROVS, AdamDirection
+from lamb_tpu.optim.leafwise import Leaf, Step
 from lamb_tpu.optim.parameters import Rules
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics, LayerRatio
 
 BIAS_CORRECTIONS = ("moments", "none", "step")
 DECAYS = ("direction", "decoupled", "gradient")
@@ -28,7 +28,7 @@ class LambState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: the parameters' shapes, float32 unless mu_dtype is given
     nu: Any  # second moments: the parameters' shapes, float32 unless nu_dtype is given
-    readings: Readings | None
+    diagnostics: Diagnostics | None
 
 
 def lamb(
@@ -57,7 +57,7 @@ def lamb(
 ) -> optax.GradientTransformationExtraArgs:
     r"""The LAMB optimizer; by default Algorithm 2 of the paper's ICLR version.
 
-    With :math:`g_t` the gradient, for each layer on its own:
+    For each layer separately, with the gradient :math:`g_t`:
 
     .. math::
       m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \quad
@@ -67,10 +67,9 @@ def lamb(
       w_t = w_{t-1} - \eta_{t-1} r_t u_t
 
     where :math:`\hat m_t = m_t / (1 - \beta_1^t)` and :math:`\hat v_t = v_t / (1 - \beta_2^t)`. A
-    leaf that does not decay has :math:`\lambda = 0` and still adapts; one that does not adapt has
-    the ratio 1 and still decays: the rules say which, and a weight decay of 0 changes neither.
-    Arithmetic is in float32 (float64 for float64 leaves), whatever the dtype of parameters and
-    gradients.
+    leaf that does not decay has :math:`\lambda = 0` and still adapts. A leaf that does not adapt
+    has the ratio 1 and still decays. Only the rules decide this; a weight decay of 0 does not turn
+    adaptation off.
 
     >>> import jax.numpy as jnp
     >>> params = {'kernel': jnp.array([3., 4.])}
@@ -81,131 +80,107 @@ def lamb(
     >>> print(updates['kernel'].round(4))  # 0.1 * |(3, 4)| / |(1, 1)|
     [-0.3536 -0.3536]
     >>> updates, state = first_step(bias_correction='none', ratio_bounds=(0.0, 1.0), collect=True)
-    >>> print(round(float(updates['kernel'][0]), 4), state.readings.ratios['kernel'])
+    >>> print(round(float(updates['kernel'][0]), 4), state.diagnostics.ratios['kernel'])
     -0.3192 1.0
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule of the count of completed updates.
+      learning_rate: :math:`\eta`. `lamb_tpu.optim` describes all arguments that are not listed
+        here.
       b1: :math:`\beta_1`, in [0, 1); 0.9 in the paper.
       b2: :math:`\beta_2`, in [0, 1); 0.999 in the paper.
       eps: :math:`\epsilon`, outside the root; 1e-6 in the authors' code.
-      weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates; 0.01
-        is the paper's value for BERT.
-      bias_correction: 'moments', as above: the ICLR version of Algorithm 2 and the implementation
-        that the paper names as the official one. 'none', :math:`\hat m_t = m_t` and
-        :math:`\hat v_t = v_t`: the arXiv version and the authors' experiments, so the choice that
-        repeats the paper's tables. 'step', moments as with 'none' and the step times
-        :math:`\sqrt{1 - \beta_2^t} / (1 - \beta_1^t)`: that of DeepSpeed's kernel before it
-        corrected the moments. The ratio does not cancel it: at the default betas the first 20
-        steps have 0.15 to 0.32 of their length.
-      decay: where the weight decay goes. 'direction', as above. 'decoupled': weights shrink to
-        :math:`(1 - \eta \lambda) w` first; the ratio sees these and a direction without decay.
-        'gradient': :math:`\lambda w` is added to the gradient, before the moments.
-      rules: which leaves decay, which adapt, which axes stack layers, see `parameters.resolve`.
-        By default every leaf decays and adapts, as in Algorithm 2.
-      norm: 'l2', 'l1' or 'linf'; the paper uses l2.
-      phi_bounds: the bounds of :math:`\phi`; by default it is the identity.
-      ratio_bounds: the bounds of the ratio :math:`r_t`; none in the paper.
-      ratio_eps: :math:`\epsilon_\phi`; 0 in the paper.
-      zero_ratio: the ratio of a layer of which the weights or the direction are all 0.
-      eps_root: :math:`\epsilon_r`, inside the root; 0 in the paper.
-      grad_averaging: False puts :math:`g_t` into the first moment whole, without the factor
-        :math:`1 - \beta_1`.
-      nesterov: 'first' is N-LAMB and 'both' NN-LAMB, of the paper's appendix with betas that stay
-        constant: :math:`\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 -
-        \beta_1^t)`, and :math:`\hat v_t = \beta_2 v_t / (1 - \beta_2^t)` in N-LAMB; in NN-LAMB
-        :math:`\hat v_t = \beta_2 v_t / (1 - \beta_2^{t+1}) + (1 - \beta_2) g_t^2 / (1 -
-        \beta_2^t)`. The denominators are 1 where the moments are not corrected.
-      cautious: only the elements of Adam's direction that have the sign of the gradient are kept,
-        divided by the fraction of a layer's elements that are kept, or by 0.001 if that is more,
-        as in timm. Complex leaves have no signs, so they are refused.
-      clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
-        it before anything else; 1.0 in the authors' code, not in the paper. None for no clipping.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
-      mu_dtype: the dtype in which first moments are kept; by default that of the arithmetic.
-      nu_dtype: the same for second moments. bfloat16 is too narrow for them at b2 = 0.999.
-      collect: keep each layer's trust ratio and norms in the state, see `readings.read`.
+      weight_decay: :math:`\lambda`; 0.01 is the paper's value for BERT.
+      bias_correction: one of
 
-    Returns:
-      A transform whose `update` needs `params`; updates have the parameters' dtypes.
+        - 'moments': as above, like the ICLR version of Algorithm 2 and the implementation that the
+          paper calls official.
+        - 'none': :math:`\hat m_t = m_t` and :math:`\hat v_t = v_t`, like the arXiv version and the
+          authors' experiments. Use it to reproduce the paper's tables.
+        - 'step': as 'none', with the step multiplied by
+          :math:`\sqrt{1 - \beta_2^t} / (1 - \beta_1^t)`, like early versions of DeepSpeed's kernel;
+          later versions correct the moments. The ratio does not cancel this factor: with the default
+          betas it multiplies the length of the first 20 steps by 0.15 to 0.32.
+
+      decay: where the weight decay is added, one of
+
+        - 'direction': as above.
+        - 'decoupled': the weights are first shrunk to :math:`(1 - \eta \lambda) w`. The ratio is
+          computed from the shrunk weights and a direction without decay.
+        - 'gradient': the decay is added to the gradient, before the moments.
+      norm: 'l2', 'l1' or 'linf'; the paper uses l2.
+      phi_bounds: the bounds of :math:`\phi`, which is the identity by default.
+      ratio_bounds: the bounds of the ratio :math:`r_t`; the paper has no bounds.
+      ratio_eps: :math:`\epsilon_\phi`; 0 in the paper.
+      zero_ratio: the ratio of a layer if its weights or its direction are all 0.
+      eps_root: :math:`\epsilon_r`, inside the root; 0 in the paper.
+      grad_averaging: whether :math:`g_t` is added to the first moment with the factor
+        :math:`1 - \beta_1`; if False, it is added without this factor.
+      nesterov: 'first' is N-LAMB and 'both' is NN-LAMB, as in the paper's appendix with constant
+        betas. Both have
+        :math:`\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)`.
+        N-LAMB has :math:`\hat v_t = \beta_2 v_t / (1 - \beta_2^t)`, and NN-LAMB
+        :math:`\hat v_t = \beta_2 v_t / (1 - \beta_2^{t+1}) + (1 - \beta_2) g_t^2 / (1 - \beta_2^t)`.
+        The denominators are 1 if the moments are not corrected.
+      cautious: whether to zero the elements of Adam's direction that differ in sign from the
+        gradient, and to divide the other elements by their fraction of all elements of the layer
+        (at least 0.001), as in timm. Complex leaves are rejected, because complex numbers have no
+        sign.
+      clip_global_norm: 1.0 in the authors' code; the paper does not clip.
 
     Raises:
-      ValueError: for an argument that is out of range or no choice, naming it.
+      ValueError: an argument is out of range or unknown; from `init`, a leaf is complex although
+        `cautious` is True, or the rules do not fit the parameters.
 
     References:
       You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
       arXiv:1904.00962, Algorithm 2 and, for N-LAMB and NN-LAMB, the appendix.
     """
-    adam = AdamDirection(
-        b1,
-        b2,
-        eps,
-        bias_correction == "moments",
-        eps_root,
-        grad_averaging,
-        nesterov,
-        cautious,
-        mu_dtype,
-        nu_dtype,
+    given = checks.checked(lamb, locals())
+    checks.check_choices(
+        bias_correction=(bias_correction, BIAS_CORRECTIONS),
+        decay=(decay, DECAYS),
+        norm=(norm, trust_ratio.NORMS),
+        nesterov=(nesterov, NESTEROVS),
     )
-    checks.check_schedule("weight_decay", weight_decay)
-    trust_ratio.check(norm, phi_bounds, {"ratio_eps": ratio_eps, "zero_ratio": zero_ratio})
-    checks.check_bounds("ratio_bounds", ratio_bounds)
-    checks.check_choice("bias_correction", bias_correction, BIAS_CORRECTIONS)
-    checks.check_choice("decay", decay, DECAYS)
+    adam = AdamDirection(**given)
+    ratio = LayerRatio(norm, 1.0, ratio_eps, phi_bounds, ratio_bounds, zero_ratio)
+    step = _Step(**given, adam=adam, ratio=ratio)
+    return leafwise.transform(LambState, adam.init_leaf, step, **leafwise.common(given))
 
-    def step_leaf(leaf: Leaf, mu: jax.Array, nu: jax.Array) -> Step:
-        weights, facts, real = leaf.weights, leaf.facts, leaf.rate.dtype
-        decays = decay if facts.decay else None
-        decayed = leafwise.decay_at(weight_decay, facts, leaf.completed, real) * weights
-        # As an L2 term of the loss: the decay enters both moments.
+
+class _Step(leafwise.Arguments):
+    def __call__(self, leaf: Leaf, mu: jax.Array, nu: jax.Array) -> Step:
+        weights, metadata = leaf.weights, leaf.metadata
+        decays = self.decay if metadata.decay else None
+        decayed = leafwise.decay_of(leaf, self.weight_decay) * weights
+        # As for an L2 term in the loss, the decay enters both moments.
         if decays == "gradient":
             leaf = leaf._replace(grad=leaf.grad + decayed)
-        mu, nu = adam.moments(leaf, mu, nu)
-        undecayed = adam.direction(leaf, mu, nu)
+        mu, nu = self.adam.moments(leaf, mu, nu)
+        undecayed = self.adam.direction(leaf, mu, nu)
 
-        # u_t of Algorithm 2. It is a function, so that it can be computed twice, see below.
+        # Returns u_t of Algorithm 2. It is a function because it is called twice below.
         def direction(mu: jax.Array, nu: jax.Array) -> jax.Array:
             value = undecayed(mu, nu)
             return value + decayed if decays == "direction" else value
 
         ratio = None
-        # The first pass over the leaf. Where it adapts, only the norm of this result is used.
+        # This is the first pass over the leaf. If the leaf adapts, only the norm of `step` is used.
         step = direction(mu, nu)
-        if facts.adapt:
-            # Keras shrinks the weights before it takes their norm.
+        if metadata.adapt:
+            # Keras shrinks the weights before it computes their norm.
             shrunk = weights - leaf.rate * decayed if decays == "decoupled" else weights
-            ratio = trust_ratio.trust_ratio(
-                trust_ratio.leaf_norm(shrunk, facts, norm, leaf.axis_name),
-                trust_ratio.leaf_norm(step, facts, norm, leaf.axis_name),
-                eps=ratio_eps,
-                phi_bounds=phi_bounds,
-                ratio_bounds=ratio_bounds,
-                zero_ratio=zero_ratio,
-            )
-            # A second pass computes the direction anew from the moments, which costs less than
-            # writing it out and reading it back. The barrier keeps the two from being merged.
+            ratio = self.ratio.of(shrunk, step, metadata, leaf.axis_name)
+            # A second pass recomputes the direction from the moments, which is cheaper than
+            # writing it to memory and reading it back. The barrier stops XLA from merging the passes.
             step = ratio * direction(*jax.lax.optimization_barrier((mu, nu)))
         length = leaf.rate
-        # The factor stands outside the ratio, which would cancel any factor of the direction.
-        if bias_correction == "step":
-            root = jnp.sqrt(one_minus_power(b2, leaf.count, real))
-            length = length * root / one_minus_power(b1, leaf.count, real)
+        # Apply the factor outside the ratio, which would cancel any factor of the direction.
+        if self.bias_correction == "step":
+            length = length * jnp.sqrt(leafwise.correction(leaf, self.adam.b2))
+            length = length / leafwise.correction(leaf, self.adam.b1)
         update = -length * step
-        # The decay is not part of the direction, so the ratio does not scale it.
+        # Decoupled decay is not part of the direction, so the ratio does not scale it.
         if decays == "decoupled":
             update = update - leaf.rate * decayed
         return update, (mu, nu), ratio
-
-    return leafwise.transform(
-        LambState,
-        adam.init_leaf,
-        step_leaf,
-        learning_rate,
-        rules,
-        clip_global_norm=clip_global_norm,
-        axis_name=axis_name,
-        collect=collect,
-        real_only=adam.real_only,
-    )

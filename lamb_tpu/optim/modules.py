@@ -1,7 +1,8 @@
-"""Modules of a network: groups of its leaves, by ordered regular expressions over their paths.
+"""Modules of a network: groups of leaves, defined by ordered regular expressions over paths.
 
-As in `parameters`, a pattern is searched (`re.search`) in a leaf's path, its keys joined by '/',
-and the first pattern that matches decides. Every leaf belongs to one module.
+As in `parameters`, a leaf's path consists of its keys, joined by '/', and a pattern may match any
+part of the path (`re.search`). The first pattern that matches decides. Every leaf must belong to
+one module.
 """
 
 import re
@@ -10,107 +11,94 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lamb_tpu.optim import checks, parameters, trust_ratio
 from lamb_tpu.optim.trust_ratio import AxisName
 
-ONE = ("",)  # the whole network as one module
+ONE = ("",)  # a single module, which has all leaves
 
 
 class Products(NamedTuple):
-    """Inner products of two gradients by module; they add up over parts of tensors."""
+    """Inner products of two gradients a and b for each module, float32 (num_modules,).
 
-    ab: jax.Array  # float32, (num_modules,)
-    aa: jax.Array
-    bb: jax.Array
-    apart: jax.Array  # of a - b with itself
+    The products of a leaf are the sums of the products of its shards.
+    """
+
+    ab: jax.Array  # <a, b>
+    aa: jax.Array  # <a, a>
+    bb: jax.Array  # <b, b>
+    difference: jax.Array  # <a - b, a - b>
 
 
 def check(name: str, modules: Sequence[str]) -> None:
-    """Raises ValueError unless modules are distinct regular expressions, at least one."""
+    """Raises ValueError unless `modules` is a list of distinct regular expressions, at least one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence) or not modules:
-        raise ValueError(
-            f"{name} must be a list of regular expressions over paths, not {modules!r}"
-        )
+        raise ValueError(f"{name}={modules!r} must be a list of regular expressions over paths")
     for pattern in modules:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"{name} must be valid regular expressions; {pattern!r} is none: {error}"
+                f"{name} has {pattern!r}, which is not a valid regular expression: {error}"
             ) from error
         if list(modules).count(pattern) > 1:
-            raise ValueError(f"{name} has {pattern!r} twice; only the first would decide")
+            raise ValueError(f"{name} has {pattern!r} twice; leave one out")
 
 
 def check_pairs(name: str, pairs: Any) -> None:
-    """Raises ValueError unless pairs are (name, regular expression) of different names."""
+    """Raises ValueError unless `pairs` is a list of (name, regular expression) with distinct names."""
     if (
         not isinstance(pairs, (tuple, list))
         or not all(
-            isinstance(pair, (tuple, list))
-            and len(pair) == 2
-            and all(isinstance(text, str) for text in pair)
-            and pair[0]
+            checks.is_pair(pair) and all(isinstance(text, str) for text in pair) and pair[0]
             for pair in pairs
         )
         or len({pair[0] for pair in pairs}) < len(pairs)
     ):
         raise ValueError(
-            f"{name} is {pairs!r}; it must be pairs (name, regular expression over paths) of "
-            "different names, as (('body', '^hidden'), ('rest', ''))"
+            f"{name}={pairs!r} must be pairs (name, regular expression over paths) with distinct "
+            "names, such as (('body', '^hidden'), ('rest', ''))"
         )
 
 
-def assign(params: Any, modules: Sequence[str]) -> list[int]:
-    """Returns the module of each leaf, in the order of `jax.tree.leaves`.
+def assign(params: optax.Params, modules: Sequence[str]) -> list[int]:
+    """Returns the index of each leaf's module, in the order of `jax.tree.leaves`.
 
     >>> assign({'backbone': {'w': 1.0}, 'head': {'b': 1.0, 'w': 1.0}}, ['^backbone/', ''])
     [0, 1, 1]
 
-    Args:
-      params: any pytree.
-      modules: regular expressions, of which the first that matches a leaf's path decides.
-
     Raises:
-      ValueError: modules that are none; a leaf that no module matches; a module that has no leaf.
+      ValueError: `modules` is invalid, no module matches a leaf, or a module has no leaf.
     """
     check("modules", modules)
-    found = []
+    indices = []
     for path in parameters.leaf_paths(params):
         index = next(
             (i for i, pattern in enumerate(modules) if parameters.matches(pattern, path)), None
         )
         if index is None:
             raise ValueError(
-                f"no module matches the parameter {path!r}: add a pattern for it to modules"
+                f"no module matches the parameter {path!r}; add a pattern for it to modules"
             )
-        found.append(index)
+        indices.append(index)
     for index, pattern in enumerate(modules):
-        if found and index not in found:
+        if indices and index not in indices:
             raise ValueError(
-                f"the module {pattern!r} has no parameter that those before it leave; the paths "
-                f"are {', '.join(parameters.leaf_paths(params)[:8])}"
+                f"the module {pattern!r} has no parameters: earlier modules match all of them, or "
+                f"none match; the paths are {', '.join(parameters.leaf_paths(params)[:8])}"
             )
-    return found
+    return indices
 
 
 def products(a: Any, b: Any, modules: Sequence[str] = ONE, axis_name: AxisName = None) -> Products:
-    """Returns the inner products of two trees of one structure, module by module.
+    """Returns the inner products of two gradients for each module.
 
-    Args:
-      a: a gradient.
-      b: another.
-      modules: see `assign`.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
-
-    Raises:
-      ValueError: trees of two structures; modules that do not fit.
+    Raises ValueError if the trees differ in structure, or the modules are invalid, see `assign`.
     """
     if jax.tree.structure(a) != jax.tree.structure(b):
         raise ValueError(
-            "two gradients must have one structure, not "
+            "two gradients must have the same structure, not "
             f"{checks.short(jax.tree.structure(a))} and {checks.short(jax.tree.structure(b))}"
         )
     sums: list[Any] = [Products(*[jnp.float32(0.0)] * 4) for _ in modules]
@@ -133,17 +121,18 @@ def products(a: Any, b: Any, modules: Sequence[str] = ONE, axis_name: AxisName =
 
 
 def cosine(sums: Products) -> jax.Array:
-    """Returns the cosine of each module's two gradients; 0 where one of them is all 0."""
+    """Returns the cosine of the two gradients for each module; 0 if one gradient is all 0."""
     return 1.0 - one_minus_cosine(sums)
 
 
 def one_minus_cosine(sums: Products) -> jax.Array:
-    """Returns 1 - cosine for each module, with its digits also where the gradients are near."""
-    # Two roots: the product of two squares would underflow where a gradient is small.
+    """Returns 1 - cosine for each module, accurate even for similar gradients."""
+    # Multiply the two norms: the product of their squares would underflow for small gradients.
     a, b = jnp.sqrt(sums.aa), jnp.sqrt(sums.bb)
     norms = jnp.where(a * b > 0, a * b, 1.0)
     value = 1.0 - sums.ab / norms
-    # |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cosine), which loses digits for unlike norms only.
-    near = (sums.apart - jnp.square(a - b)) / (2.0 * norms)
-    alike = (a < 2.0 * b) & (b < 2.0 * a)
-    return jnp.where(a * b > 0, jnp.where(alike, near, value), 1.0)
+    # |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cosine). Solved for 1 - cosine, this only loses
+    # digits if the norms differ much; then use the plain formula.
+    accurate = (sums.difference - jnp.square(a - b)) / (2.0 * norms)
+    similar = (a < 2.0 * b) & (b < 2.0 * a)
+    return jnp.where(a * b > 0, jnp.where(similar, accurate, value), 1.0)

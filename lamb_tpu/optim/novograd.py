@@ -1,8 +1,8 @@
-r"""NovoGrad: momentum SGD on gradients that each layer divides by a moving norm of its own.
+r"""NovoGrad: momentum SGD with gradients divided by a moving RMS of their layer's norm.
 
-What is published under this name differs in a few choices, which are the arguments of `novograd`.
-`presets.PRESETS['novograd']` has those of each published form, as in
-`novograd(rate, **presets.preset('novograd', 'apex'))`.
+Published implementations of NovoGrad differ in a few choices, which are the arguments of
+`novograd`. `presets.PRESETS['novograd']` has the arguments that reproduce each implementation, for
+example `novograd(rate, **presets.preset('novograd', 'apex'))`.
 """
 
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ import optax
 
 from lamb_tpu.optim import checks, leafwise, parameters, trust_ratio
 from lamb_tpu.optim.leafwise import Leaf, Step, one_minus_power
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.parameters import ParameterMetadata, Rules
 from lamb_tpu.optim.splits import Split
-from lamb_tpu.optim.trust_ratio import AxisName, Readings
+from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics
 
 NORMS = ("l2", "linf")
 AVERAGINGS = ("none", "all", "after_first")
@@ -26,15 +26,15 @@ DECAYS = ("momentum", "decoupled")
 class NovogradState(NamedTuple):
     """State of `novograd`.
 
-    `nu` and `nu_max` hold one number for each layer, float32 unless nu_dtype is given: arrays of
-    size 1 along all axes that stack no layers.
+    `nu` and `nu_max` hold one number per layer, float32 unless nu_dtype is given. The arrays have
+    size 1 along all axes that do not stack layers.
     """
 
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # the momentum: the parameters' shapes, float32 unless mu_dtype is given
-    nu: Any  # second moments, of 'linf' moving averages of norms; None where a leaf does not adapt
+    nu: Any  # second moments, or with 'linf' averages of norms; None if a leaf does not adapt
     nu_max: Any  # the largest `nu` so far; None for every leaf without `amsgrad`
-    readings: Readings | None
+    diagnostics: Diagnostics | None
 
 
 def novograd(
@@ -59,20 +59,20 @@ def novograd(
     nu_dtype: Any = None,
     collect: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""NovoGrad; by default that of the paper.
+    r"""The NovoGrad optimizer; by default the paper's form.
 
     .. math::
       v_1 &= \|g_1\|^2, \quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|g_t\|^2 \\
       m_t &= \beta_1 m_{t-1} + \frac{g_t}{\sqrt{v_t} + \epsilon} + \lambda w_{t-1} \\
       w_t &= w_{t-1} - \eta_{t-1} m_t
 
-    for each layer on its own, so the second moment is one number for a layer. Its average starts
-    with the first gradient of the layer that is not all 0, not with the first update: a layer that
-    lies still at first would otherwise take a first step that is :math:`1 / \sqrt{1 - \beta_2}`,
-    or 7 times, too long. Until then its gradient, of zeros, is divided by 1.
+    for each layer separately, so the second moment is one number per layer. The average starts with
+    the first nonzero gradient of the layer, not with the first update. Otherwise, if the first
+    gradients of a layer were 0, its first step would be too long by the factor
+    :math:`1 / \sqrt{1 - \beta_2}`, which is 7. Until the first nonzero gradient, the divisor is 1.
 
-    A leaf that does not adapt has its gradient divided by 1 as well: momentum SGD. One that does
-    not decay has :math:`\lambda = 0`. Arithmetic is in float32 (float64 for float64 leaves).
+    A leaf that does not adapt has the divisor 1, which is momentum SGD. A leaf that does not decay
+    has :math:`\lambda = 0`.
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu.optim.presets import preset
@@ -90,157 +90,127 @@ def novograd(
     ([-0.0032, -0.0068], 4.012)
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule of the count of completed updates.
-      b1: :math:`\beta_1`, in [0, 1); 0.95 in the authors' code, as the other defaults are.
-      b2: :math:`\beta_2`, in [0, 1); 0.98. 0 takes the norm of the last gradient alone.
-      eps: :math:`\epsilon`, outside the root; 1e-8, which the authors' code has inside it: see
-        `eps_root`.
-      weight_decay: :math:`\lambda`, a number or a schedule of the count of completed updates; 0.
-      grad_averaging: 'all' multiplies what is added to the momentum, decay included, by
-        :math:`1 - \beta_1`; 'after_first' leaves it whole at the first update, as TensorFlow
-        Addons does.
-      normalise: 'gradient', as above; 'momentum' puts the raw gradient into the momentum and
-        divides that instead, which is apex's default.
-      decay: 'momentum', as above; 'decoupled' leaves the decay out of it and takes
-        :math:`\eta_{t-1} \lambda w_{t-1}` off the weights.
-      lr_in_momentum: the momentum holds steps, so one that was taken at a high rate keeps its
-        length after the rate falls; False in the authors' code.
-      bias_correction: divide the momentum by :math:`1 - \beta_1^t` and the norm by
-        :math:`\sqrt{1 - \beta_2^t}`. Meant for `init_zero`: a norm that starts as the first one
-        becomes too large by it, and early steps too short.
-      init_zero: start the average of the second moment at 0, not at the first gradient.
-      amsgrad: divide by the largest second moment so far.
+      learning_rate: :math:`\eta`. `lamb_tpu.optim` describes all arguments that are not listed
+        here.
+      b1: :math:`\beta_1`, in [0, 1). The defaults of b1, b2 and eps are the authors' values.
+      b2: :math:`\beta_2`, in [0, 1). With 0, only the norm of the newest gradient counts.
+      eps: :math:`\epsilon`, outside the root. The authors' code has an eps inside, see `eps_root`.
+      weight_decay: :math:`\lambda`.
+      grad_averaging: 'none', as above; 'all' multiplies each summand of the momentum, including the
+        decay, by :math:`1 - \beta_1`; 'after_first' does the same except at the first update, as in
+        TensorFlow Addons.
+      normalise: 'gradient', as above; 'momentum' accumulates raw gradients and divides the momentum
+        instead, as by default in apex.
+      decay: 'momentum', as above; 'decoupled' subtracts :math:`\eta_{t-1} \lambda w_{t-1}` from the
+        weights instead.
+      lr_in_momentum: whether the momentum accumulates steps that include the rate, so that a step
+        taken at a high rate keeps its length after the rate falls; False in the authors' code.
+      bias_correction: whether to divide the momentum by :math:`1 - \beta_1^t` and the norm by
+        :math:`\sqrt{1 - \beta_2^t}`. Use it with `init_zero`: otherwise the norm is not biased, and
+        the correction makes the norm too large and early steps too short.
+      init_zero: whether the average of the second moment starts at 0 instead of at the first
+        gradient.
+      amsgrad: whether to divide by the root of the largest second moment so far.
       eps_root: added to the second moment inside the root.
-      norm: 'l2', or 'linf', with which :math:`v` is the average of the norms themselves.
-      rules: which leaves decay, which adapt, which axes stack layers, see `parameters.resolve`.
-      clip_global_norm: the l2 norm of all gradients together above which they are scaled down to
-        it before anything else; None for no clipping.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`.
-      mu_dtype: the dtype in which the momentum is kept; by default that of the arithmetic.
-      nu_dtype: the dtype in which second moments are kept, and divided by: the implementations in
-        PyTorch have float32 for float64 parameters too.
-      collect: keep each layer's ratio and norms in the state, see `readings.read`. The ratio is
-        what the gradient is multiplied by, :math:`1 / (\sqrt{v_t} + \epsilon)`.
-
-    Returns:
-      A transform whose `update` needs `params`; updates have the parameters' dtypes.
+      norm: 'l2' or 'linf'. With 'linf', :math:`v` is the average of the norms instead of their
+        squares.
+      nu_dtype: the dtype of second moments. PyTorch implementations use float32 even for float64
+        parameters.
+      collect: the stored ratio is the factor of the gradient, :math:`1 / (\sqrt{v_t} + \epsilon)`.
 
     Raises:
-      ValueError: for an argument that is out of range or no choice, or two that exclude each
-        other, naming it.
+      ValueError: two arguments are incompatible. For other errors, see `lamb_tpu.optim`.
 
     References:
       Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
       Deep Networks, arXiv:1905.11286, with its code in NVIDIA's OpenSeq2Seq.
     """
-    checks.check_range("b1", b1, upper=1.0)
-    checks.check_range("b2", b2, upper=1.0)
-    checks.check_range("eps", eps)
-    checks.check_range("eps_root", eps_root)
-    checks.check_schedule("weight_decay", weight_decay)
-    for name, value, choices in (
-        ("grad_averaging", grad_averaging, AVERAGINGS),
-        ("normalise", normalise, NORMALISES),
-        ("decay", decay, DECAYS),
-        ("norm", norm, NORMS),
-    ):
-        checks.check_choice(name, value, choices)
-    for name, flag in (
-        ("lr_in_momentum", lr_in_momentum),
-        ("bias_correction", bias_correction),
-        ("init_zero", init_zero),
-        ("amsgrad", amsgrad),
-    ):
-        checks.check_flag(name, flag)
+    given = checks.checked(novograd, locals())
+    checks.check_choices(
+        grad_averaging=(grad_averaging, AVERAGINGS),
+        normalise=(normalise, NORMALISES),
+        decay=(decay, DECAYS),
+        norm=(norm, NORMS),
+    )
     if normalise == "momentum" and decay == "momentum":
         raise ValueError(
-            "normalise 'momentum' needs decay 'decoupled', since decay in the momentum would be "
-            f"divided by the norm of the gradients: not {decay!r}"
+            f"decay={decay!r} must be 'decoupled' with normalise='momentum', because decay in the "
+            "momentum would be divided by the norm of the gradients"
         )
-    checks.check_dtype("mu_dtype", mu_dtype)
-    checks.check_dtype("nu_dtype", nu_dtype, squares=True)
+    step = _Step(**given)
+    return leafwise.transform(NovogradState, step.init_leaf, step, **leafwise.common(given))
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts, split: Split) -> tuple[Any, ...]:
-        mu = leafwise.zeros_like(param, mu_dtype)
-        if not facts.adapt:
+
+class _Step(leafwise.Arguments):
+    def init_leaf(
+        self, param: jax.Array, metadata: ParameterMetadata, split: Split
+    ) -> tuple[Any, ...]:
+        mu = leafwise.zeros_like(param, self.mu_dtype)
+        if not metadata.adapt:
             return mu, None, None
-        # The norm gives its shape, and on a mesh its place.
-        norm = trust_ratio.leaf_norm(param, facts, axis_name=split.axis_name)
-        nu = jnp.zeros_like(norm, dtype=nu_dtype)
-        # Two arrays: a state in which one stands twice cannot be donated.
-        return mu, nu, jnp.copy(nu) if amsgrad else None
+        # `leaf_norm` returns an array with the shape and the sharding that the buffer must have.
+        norm = trust_ratio.leaf_norm(param, metadata, axis_name=split.axis_name)
+        nu = jnp.zeros_like(norm, dtype=self.nu_dtype)
+        # Copy: a state that contains an array twice cannot be donated.
+        return mu, nu, jnp.copy(nu) if self.amsgrad else None
 
-    def second_moment(leaf: Leaf, nu: jax.Array) -> jax.Array:
-        # One number for each layer, of the norms' shape.
-        newest = trust_ratio.leaf_norm(leaf.grad, leaf.facts, norm, leaf.axis_name)
-        if norm == "l2":
-            newest = newest * newest
-        average = b2 * leafwise.widen(nu) + (1 - b2) * newest
-        # nu is 0 for as long as all gradients of the layer have been 0.
-        return (average if init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
-
-    def factor(nu: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
-        """The factor of each layer's gradient; 1 while its gradients have all been 0."""
-        nu = leafwise.widen(nu)
-        # With 'l2' nu is a squared norm. With 'linf' it is a norm, which has to be squared before
-        # eps_root is added: hypot does that without overflow.
-        if norm == "l2":
-            root = trust_ratio.root(nu + eps_root)
-        else:
-            # At 0 it is left out below, and its derivative may be NaN.
-            root = jnp.hypot(jnp.where(nu == 0, 1.0, nu), jnp.sqrt(eps_root))
-        if bias_correction:
-            root = root / jnp.sqrt(one_minus_power(b2, count, nu.dtype))
-        return 1 / jnp.where(nu == 0, 1.0, root + eps).astype(dtype)
-
-    def step_leaf(leaf: Leaf, mu: jax.Array, nu: Any, nu_max: Any) -> Step:
-        grad, weights, facts = leaf.grad, leaf.weights, leaf.facts
-        rate, completed, count = leaf.rate, leaf.completed, leaf.count
-        dtype, real = weights.dtype, rate.dtype
-        # The step: v_t and the factor of the gradient, then m_t, then w_t.
-        decayed = leafwise.decay_at(weight_decay, facts, completed, real) * weights
+    def __call__(self, leaf: Leaf, mu: jax.Array, nu: Any, nu_max: Any) -> Step:
+        metadata, completed, rate = leaf.metadata, leaf.completed, leaf.rate
+        decayed = leafwise.decay_of(leaf, self.weight_decay) * leaf.weights
 
         ratio = None
-        if facts.adapt:
-            nu = second_moment(leaf, nu)
-            if amsgrad:
+        if metadata.adapt:
+            nu = self.second_moment(leaf, nu)
+            if self.amsgrad:
                 nu_max = jnp.maximum(nu_max, nu)
-            ratio = factor(nu_max if amsgrad else nu, count, real)
+            ratio = self.factor(nu_max if self.amsgrad else nu, leaf)
 
         # m_t: the normalised gradient and the decay.
-        summand = grad
-        if ratio is not None and normalise == "gradient":
+        summand = leaf.grad
+        if ratio is not None and self.normalise == "gradient":
             summand = ratio * summand
-        if facts.decay and decay == "momentum":
+        if metadata.decay and self.decay == "momentum":
             summand = summand + decayed
-        if grad_averaging == "all":
-            summand = (1 - b1) * summand
-        elif grad_averaging == "after_first":
-            summand = jnp.where(completed == 0, 1.0, 1 - b1).astype(real) * summand
-        if lr_in_momentum:
+        if self.grad_averaging == "all":
+            summand = (1 - self.b1) * summand
+        elif self.grad_averaging == "after_first":
+            summand = jnp.where(completed == 0, 1.0, 1 - self.b1).astype(rate.dtype) * summand
+        if self.lr_in_momentum:
             summand = rate * summand
-        total = b1 * mu.astype(dtype) + summand
+        total = self.b1 * mu.astype(leaf.weights.dtype) + summand
 
-        # Everything that is not in the momentum multiplies what comes out of it.
+        # Factors that are not in the momentum multiply the direction.
         direction = total
-        if bias_correction:
-            direction = direction / one_minus_power(b1, count, real)
-        if ratio is not None and normalise == "momentum":
+        if self.bias_correction:
+            direction = direction / leafwise.correction(leaf, self.b1)
+        if ratio is not None and self.normalise == "momentum":
             direction = ratio * direction
-        if not lr_in_momentum:
+        if not self.lr_in_momentum:
             direction = rate * direction
-        if facts.decay and decay == "decoupled":
+        if metadata.decay and self.decay == "decoupled":
             direction = direction + rate * decayed
         return -direction, (total.astype(mu.dtype), nu, nu_max), ratio
 
-    return leafwise.transform(
-        NovogradState,
-        init_leaf,
-        step_leaf,
-        learning_rate,
-        rules,
-        clip_global_norm=clip_global_norm,
-        axis_name=axis_name,
-        collect=collect,
-    )
+    def second_moment(self, leaf: Leaf, nu: jax.Array) -> jax.Array:
+        """Returns the new second moment of each layer, in the shape of the norms."""
+        newest = trust_ratio.leaf_norm(leaf.grad, leaf.metadata, self.norm, leaf.axis_name)
+        if self.norm == "l2":
+            newest = newest * newest
+        average = self.b2 * leafwise.widen(nu) + (1 - self.b2) * newest
+        # nu is 0 as long as all gradients of the layer have been 0.
+        return (average if self.init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
+
+    def factor(self, nu: jax.Array, leaf: Leaf) -> jax.Array:
+        """Returns the factor of each layer's gradient: 1 until the layer's first nonzero gradient."""
+        nu = leafwise.widen(nu)
+        # With 'l2', nu is the average of squared norms. With 'linf' it is that of norms, and must
+        # be squared before eps_root is added; hypot does this without overflow.
+        if self.norm == "l2":
+            root = trust_ratio.root(nu + self.eps_root)
+        else:
+            # Avoid hypot at nu = 0, where its derivative may be NaN. The last line ignores this
+            # value.
+            root = jnp.hypot(jnp.where(nu == 0, 1.0, nu), jnp.sqrt(self.eps_root))
+        if self.bias_correction:
+            root = root / jnp.sqrt(one_minus_power(self.b2, leaf.count, nu.dtype))
+        return 1 / jnp.where(nu == 0, 1.0, root + self.eps).astype(leaf.rate.dtype)

@@ -1,19 +1,22 @@
-r"""1-bit Adam: Adam first, then momentum with a frozen scale, whose exchange takes one bit a value.
+r"""1-bit Adam: after a warm-up, devices exchange momentum with one bit per value.
 
-Compression with error feedback suits what is linear in the gradient, as momentum is. Adam's second
-moments are not; but they settle early, and are frozen then.
+Compression with error feedback suits quantities that are linear in the gradient, such as momentum.
+Adam's second moments are not linear in the gradient. But they become stable early in training, so
+they are frozen after the warm-up.
 """
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import chains, leafwise, parameters, staged, trust_ratio
-from lamb_tpu.optim.leafwise import Leaf, Step
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim import checks, leafwise, parameters, staged, trust_ratio
+from lamb_tpu.optim.leafwise import Leaf, Message, Step
+from lamb_tpu.optim.parameters import ParameterMetadata, Rules
+from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.staged import MaskedRows, Stage
-from lamb_tpu.optim.trust_ratio import Readings
+from lamb_tpu.optim.trust_ratio import Diagnostics
 
 
 class OnebitAdamState(NamedTuple):
@@ -22,11 +25,11 @@ class OnebitAdamState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments, the mean over devices: the parameters' shapes, float32
     nu: Any  # second moments: the same shapes; frozen after the warm-up
-    readings: Readings | None
+    diagnostics: Diagnostics | None
 
     @property
     def remedy(self) -> str:
-        """Advice for a run that diverges."""
+        """Advice for the error that ends a diverged run."""
         return staged.REMEDY
 
 
@@ -45,15 +48,15 @@ def onebit_adam(
     clip_global_norm: float | None = None,
     collect: bool = False,
 ) -> staged.Staged:
-    r"""Adam without bias correction, whose second moments are frozen after the warm-up.
+    r"""Adam without bias correction and with second moments that are frozen after the warm-up.
 
     .. math::
       m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \quad
       v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \text{ up to } v_T, T = \text{freeze\_step} \\
       w_t &= w_{t-1} - \eta \left(\frac{m_t}{\sqrt{v_t} + \epsilon} + \lambda w_{t-1}\right)
 
-    After the warm-up each device adds its own gradient to the momentum, and the mean of these
-    momenta over devices is exchanged in place of gradients, see `staged.transform`.
+    After the warm-up each device adds its local gradient to the momentum, and the devices average
+    their momenta instead of their gradients, see `leafwise.transform`.
 
     >>> import jax.numpy as jnp
     >>> params = {'kernel': jnp.array([3., 4.])}
@@ -67,84 +70,109 @@ def onebit_adam(
     [-1.2333 -0.6008]
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule of the count of completed updates.
-      freeze_step: updates of the warm-up; the authors take 15 to 25 % of a run, 23,000 for
-        BERT-Large at sequence length 128.
+      learning_rate: :math:`\eta`. `lamb_tpu.optim` describes all arguments that are not listed
+        here.
+      freeze_step: the number of warm-up updates; the authors use 15 to 25 % of a run, and 23,000
+        updates for BERT-Large at sequence length 128.
       b1: :math:`\beta_1`, in [0, 1).
       b2: :math:`\beta_2`, in [0, 1).
       eps: :math:`\epsilon`.
-      weight_decay: :math:`\lambda`, a number or a schedule.
+      weight_decay: :math:`\lambda`.
       relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
-        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
-        See `staged.denominator`.
-      mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
-        One bit cannot say 0.
-      masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond
-        the sequence length: pairs (regex over paths, (first row, row after the last)).
-      discard_first: throw the first gradient away, as DeepSpeed does: that update, which makes its
-        buffers, counts, and changes nothing else.
-      rules: which leaves decay, see `parameters.resolve`.
-      clip_global_norm: the norm above which gradients are scaled down to it, after the warm-up that
-        of each device's own.
-      collect: keep each layer's norms in the state, see `readings.read`.
-
-    Raises:
-      ValueError: for an argument that is out of range, naming it.
+        fraction of the root of the layer's mean :math:`v`; in [0, 1). 0 for no floor, as in
+        DeepSpeed. See `staged.denominator`.
+      mask_unseen: whether the momentum is set to 0 after the warm-up for elements that had no
+        gradient during the warm-up, because one bit cannot represent 0.
+      masked_rows: pairs (regex over paths, (first row, row after the last)) of rows with a momentum
+        of 0 after the warm-up, such as position embeddings beyond the sequence length.
+      discard_first: whether the first update discards its gradient and changes nothing except the
+        count, as in DeepSpeed, which creates its buffers in this update.
+      clip_global_norm: after the warm-up, the limit on the norm of each device's local gradient.
 
     References:
       Tang et al., 1-bit Adam, arXiv:2102.02888; OnebitAdam of DeepSpeed, which has no bias
       correction either.
     """
-    chains.check_numbers(learning_rate, weight_decay, {"b1": b1, "b2": b2}, eps=eps)
-    staged.check_mask(mask_unseen, masked_rows)
-    staged.check_floor(relative_floor)
-    stages, index = staged.frozen_after(freeze_step, discard_first)
-
-    def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
-        return leafwise.zeros_like(param), leafwise.zero_squares(param)
-
-    def step(stage: Stage, leaves: list[Leaf], buffers: list[tuple], reduce: Any) -> list[Step]:
-        mus = [b1 * mu + (1 - b1) * leaf.grad for leaf, (mu, _) in zip(leaves, buffers)]
-        nus = [nu for _, nu in buffers]
-        if stage.reduces:
-            mus = [
-                staged.masked(mu, leaf, nu, mask_unseen, masked_rows)
-                for mu, leaf, nu in zip(reduce(mus), leaves, nus, strict=True)
-            ]
-        else:
-            nus = [
-                b2 * nu + (1 - b2) * trust_ratio.real_product(leaf.grad, leaf.grad)
-                for leaf, nu in zip(leaves, nus, strict=True)
-            ]
-        floor = relative_floor if stage.reduces else 0.0
-        steps = [
-            direction(leaf, mu, staged.denominator(nu, leaf.facts, eps, floor), weight_decay)
-            for leaf, mu, nu in zip(leaves, mus, nus, strict=True)
-        ]
-        return [
-            (-leaf.rate * found, (mu, nu), None)
-            for leaf, found, mu, nu in zip(leaves, steps, mus, nus, strict=True)
-        ]
-
-    return staged.transform(
-        OnebitAdamState,
-        init_leaf,
-        step,
-        stages,
-        index,
-        learning_rate,
-        rules,
-        clip_global_norm=clip_global_norm,
-        collect=collect,
+    given = checks.checked(onebit_adam, locals())
+    stages = staged.frozen_after(freeze_step, discard_first)
+    step = _Step(**given)
+    return leafwise.transform(
+        OnebitAdamState, step.init_leaf, step, stages=stages, **leafwise.common(given)
     )
 
 
-def direction(
-    leaf: Leaf, mu: jax.Array, denominator: jax.Array, weight_decay: optax.ScalarOrSchedule
-) -> jax.Array:
-    """Momentum over the denominator, plus the decayed weights where they decay."""
-    found = mu / denominator
-    if leaf.facts.decay:
-        decay = leafwise.decay_at(weight_decay, leaf.facts, leaf.completed, leaf.rate.dtype)
-        found = found + decay * leaf.weights
-    return found
+class OneBit(leafwise.Arguments):
+    """Computes momentum, second moments and direction of one leaf for the 1-bit optimizers."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        staged.check_masked_rows(self.masked_rows)
+
+    def momentum(self, mu: jax.Array, grad: jax.Array) -> jax.Array:
+        """Returns the momentum after a gradient."""
+        return self.b1 * mu + (1 - self.b1) * grad
+
+    def squares(self, nu: jax.Array, grad: jax.Array) -> jax.Array:
+        """Returns the second moments after a gradient."""
+        return self.b2 * nu + (1 - self.b2) * trust_ratio.real_product(grad, grad)
+
+    def masked(self, leaf: Leaf, values: jax.Array, nu: jax.Array) -> jax.Array:
+        """Sets exchanged values of masked elements to 0, because one bit cannot represent 0.
+
+        Masked are the elements in `masked_rows` and, with `mask_unseen`, all elements with a second
+        moment of 0. Rows are counted along the first axis that does not stack layers.
+        """
+        if self.mask_unseen:
+            values = jnp.where(nu == 0, 0.0 * values, values)
+        for pattern, (first, last) in self.masked_rows:
+            if not parameters.matches(pattern, leaf.path):
+                continue
+            axes = [axis for axis in range(values.ndim) if axis not in leaf.metadata.layer_axes]
+            if not axes or values.shape[axes[0]] < last:
+                raise ValueError(
+                    f"masked_rows={(first, last)} are not rows of the parameter {leaf.path!r}, "
+                    f"which has the shape {values.shape}"
+                )
+            row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axes[0])
+            values = jnp.where((row < first) | (row >= last), values, 0.0)
+        return values
+
+    def denominator(self, leaf: Leaf, nu: jax.Array) -> jax.Array:
+        """Returns the denominator for momentum sent with one bit, see `staged.denominator`."""
+        return staged.denominator(nu, leaf.metadata, self.eps, self.relative_floor)
+
+    def direction(self, leaf: Leaf, mu: jax.Array, denominator: jax.Array) -> jax.Array:
+        """Returns momentum over the denominator, plus weight decay if the leaf decays."""
+        direction = mu / denominator
+        if leaf.metadata.decay:
+            direction = direction + leafwise.decay_of(leaf, self.weight_decay) * leaf.weights
+        return direction
+
+
+class _Step(OneBit):
+    def init_leaf(
+        self, param: jax.Array, metadata: ParameterMetadata, split: Split
+    ) -> tuple[Any, ...]:
+        del metadata, split
+        return leafwise.initial_moments(param)
+
+    def __call__(
+        self, stage: Stage, leaves: list[Leaf], buffers: list[tuple]
+    ) -> list[Step] | Message:
+        mus = [self.momentum(mu, leaf.grad) for leaf, (mu, _) in zip(leaves, buffers, strict=True)]
+        if stage.reduces:
+            return Message(mus, lambda means: list(map(self.compressed, leaves, means, buffers)))
+        return list(map(self.warm_up, leaves, mus, buffers))
+
+    def warm_up(self, leaf: Leaf, mu: jax.Array, old: tuple) -> Step:
+        """Returns Adam's step without bias correction."""
+        nu = self.squares(old[1], leaf.grad)
+        step = self.direction(leaf, mu, trust_ratio.root(nu) + self.eps)
+        return -leaf.rate * step, (mu, nu), None
+
+    def compressed(self, leaf: Leaf, mean: jax.Array, old: tuple) -> Step:
+        """Returns the step along the devices' mean momentum."""
+        _, nu = old
+        mu = self.masked(leaf, mean, nu)
+        step = self.direction(leaf, mu, self.denominator(leaf, nu))
+        return -leaf.rate * step, (mu, nu), None

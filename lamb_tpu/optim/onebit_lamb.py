@@ -1,8 +1,8 @@
-r"""1-bit LAMB: LAMB first, then frozen second moments and step lengths that follow from them.
+r"""1-bit LAMB: after a warm-up, devices exchange momentum with one bit per value.
 
-The trust ratio needs the layer's own second moments, which are frozen once momentum is exchanged
-in one bit a value. So the ratio's moving average is frozen too, and is corrected by how much the
-second moments would have changed, as far as the exchanged momentum tells.
+As in 1-bit Adam, second moments are frozen after the warm-up. The trust ratio depends on them, so
+the moving average of each layer's ratio is frozen too. A factor then corrects this frozen ratio: the
+exchanged momentum shows approximately by how much the second moments would have changed.
 """
 
 from typing import Any, NamedTuple
@@ -11,29 +11,34 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lamb_tpu.optim import chains, checks, leafwise, parameters, staged, trust_ratio
-from lamb_tpu.optim.leafwise import Leaf, Step
-from lamb_tpu.optim.onebit_adam import direction
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim import checks, leafwise, parameters, staged, trust_ratio
+from lamb_tpu.optim.leafwise import Leaf, Message, Step
+from lamb_tpu.optim.onebit_adam import OneBit
+from lamb_tpu.optim.parameters import ParameterMetadata, Rules
+from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.staged import MaskedRows, Stage
-from lamb_tpu.optim.trust_ratio import Readings, real_product
+from lamb_tpu.optim.trust_ratio import Diagnostics, LayerRatio, real_product
 
 
 class OnebitLambState(NamedTuple):
-    """State of `onebit_lamb`. What a layer has one of keeps the axes of its leaf, with size 1."""
+    """State of `onebit_lamb`.
+
+    `coefficient`, `factor` and `scaling` have one value per layer: the arrays have size 1 along all
+    axes of the leaf that do not stack layers.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments, the mean over devices: the parameters' shapes, float32
     nu: Any  # second moments: the same shapes; frozen after the warm-up
-    fresh: Any  # second moments that go on, of gradients as the momentum tells them
-    coefficient: Any  # the moving average of a layer's trust ratio; frozen after the warm-up
-    factor: Any  # by which the frozen ratio is multiplied
-    scaling: Any  # of a layer's momentum that is sent, so that all layers are of one size; 0 before
-    readings: Readings | None
+    fresh: Any  # second moments after the warm-up, of gradients reconstructed from the momentum
+    coefficient: Any  # moving average of the trust ratio; frozen after the warm-up
+    factor: Any  # correction of the frozen ratio
+    scaling: Any  # gives the momentum of all layers the same RMS in the exchange; 0 in the warm-up
+    diagnostics: Diagnostics | None
 
     @property
     def remedy(self) -> str:
-        """Advice for a run that diverges."""
+        """Advice for the error that ends a diverged run."""
         return staged.REMEDY
 
 
@@ -56,19 +61,19 @@ def onebit_lamb(
     clip_global_norm: float | None = None,
     collect: bool = False,
 ) -> staged.Staged:
-    r"""LAMB without bias correction, whose moments and ratios are frozen after the warm-up.
+    r"""LAMB without bias correction; second moments and ratios are frozen after the warm-up.
 
     In the warm-up, with Adam's :math:`u_t = m_t / (\sqrt{v_t} + \epsilon) + \lambda w_{t-1}`, for
-    each layer on its own:
+    each layer separately:
 
     .. math::
       r_t = \mathrm{clip}(\|w_{t-1}\| / \|u_t\|), \quad
       c_t = \beta_3 c_{t-1} + (1 - \beta_3) r_t, \quad
       w_t = w_{t-1} - \eta r_t u_t
 
-    Afterwards each device adds its own gradient to the momentum, and the mean over devices of these
-    momenta, times :math:`s`, is exchanged, where :math:`s` makes the root mean squares of all
-    layers equal. With :math:`v` and :math:`c` frozen and
+    Afterwards each device adds its local gradient to the momentum. The devices average
+    :math:`s \, m_t`, where the factor :math:`s` of each layer makes the root mean squares of all
+    layers equal. :math:`v` and :math:`c` are frozen. With
     :math:`\tilde g_t = (m_t - \beta_1 m_{t-1}) / (1 - \beta_1)`:
 
     .. math::
@@ -83,96 +88,88 @@ def onebit_lamb(
     >>> state = tx.init(params)
     >>> for gradient in (jnp.array([1., 2.]), jnp.array([3., 2.])):
     ...     updates, state = tx.update({'kernel': gradient}, state, params)
-    ...     print(state.readings.ratios['kernel'])  # 5 / |(3.16, 3.16)|, then a tenth of it
+    ...     print(state.diagnostics.ratios['kernel'])  # 5 / |(3.16, 3.16)|, then 0.1 * 0.9 of it
     1.1180340...
     0.1006230...
     >>> print(state.factor['kernel'])  # the second moments grow, so the step is shorter
     [0.9]
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule of the count of completed updates.
-      freeze_step: updates of the warm-up; 1,000 in the authors' recipe for BERT.
-      b1: :math:`\beta_1`, in [0, 1).
-      b2: :math:`\beta_2`, in [0, 1).
-      eps: :math:`\epsilon`.
-      weight_decay: :math:`\lambda`, a number or a schedule.
-      ratio_bounds: of the ratio in the warm-up; (0.01, 0.3) in the authors' recipe for BERT.
-      b3: :math:`\beta_3`, in [0, 1): 1 / (1 - b3) should not be more than `freeze_step`, for the
-        average starts at 0. A ratio of exactly 1 is not averaged, as in DeepSpeed.
-      factor_bounds: of :math:`f_t`.
-      factor_threshold: how far :math:`f_t` may be from :math:`f_{t-1}`, relatively.
-      relative_floor: after the warm-up, :math:`\sqrt v` in the denominator is at least this
-        fraction of the root of its layer's mean :math:`v`; in [0, 1), 0 for none, as in DeepSpeed.
-        See `staged.denominator`.
-      mask_unseen: after the warm-up, momentum of elements that had no gradient before its end is 0.
-        One bit cannot say 0.
-      masked_rows: rows whose momentum is 0 after the warm-up, such as position embeddings beyond
-        the sequence length: pairs (regex over paths, (first row, row after the last)).
-      discard_first: throw the first gradient away, as DeepSpeed does: that update, which makes its
-        buffers, counts, and changes nothing else.
-      rules: which leaves decay, which adapt, which axes stack layers, see `parameters.resolve`. The
-        ratio of what does not adapt is 1.
-      clip_global_norm: the norm above which gradients are scaled down to it, after the warm-up that
-        of each device's own.
-      collect: keep each layer's trust ratio and norms in the state, see `readings.read`.
-
-    Raises:
-      ValueError: for an argument that is out of range, naming it.
+      learning_rate: :math:`\eta`. `onebit_adam` describes all arguments that are not listed here.
+      freeze_step: the number of warm-up updates; 1,000 in the authors' recipe for BERT.
+      ratio_bounds: the bounds of the ratio in the warm-up; (0.01, 0.3) in the authors' recipe for
+        BERT.
+      b3: :math:`\beta_3`, in [0, 1). 1 / (1 - b3) should not exceed `freeze_step`, because the
+        average starts at 0. As in DeepSpeed, the average leaves out a ratio of exactly 1.
+      factor_bounds: bounds of :math:`f_t`.
+      factor_threshold: the largest relative change from :math:`f_{t-1}` to :math:`f_t`.
+      rules: the ratio of leaves that do not adapt is 1.
 
     References:
       Li et al., 1-bit LAMB, arXiv:2104.06069; OnebitLamb of DeepSpeed.
     """
-    chains.check_numbers(
-        learning_rate,
-        weight_decay,
-        {"b1": b1, "b2": b2, "b3": b3},
-        eps=eps,
-        factor_threshold=factor_threshold,
+    given = checks.checked(onebit_lamb, locals())
+    stages = staged.frozen_after(freeze_step, discard_first)
+    step = _Step(**given)
+    return leafwise.transform(
+        OnebitLambState, step.init_leaf, step, stages=stages, **leafwise.common(given)
     )
-    checks.check_bounds("ratio_bounds", ratio_bounds)
-    checks.check_bounds("factor_bounds", factor_bounds)
-    staged.check_mask(mask_unseen, masked_rows)
-    staged.check_floor(relative_floor)
-    stages, index = staged.frozen_after(freeze_step, discard_first)
 
-    def init_leaf(param: jax.Array, facts: ParameterFacts) -> tuple[jax.Array, ...]:
-        layers = trust_ratio.leaf_norm(leafwise.zero_squares(param), facts)
-        # Arrays of their own, for one that stands twice in a state cannot be donated.
+
+class _Step(OneBit):
+    def init_leaf(
+        self, param: jax.Array, metadata: ParameterMetadata, split: Split
+    ) -> tuple[Any, ...]:
+        layers = trust_ratio.leaf_norm(leafwise.zero_squares(param), metadata)
+        # Separate arrays: a state that contains an array twice cannot be donated.
         coefficient, factor, scaling = (jnp.full_like(layers, value) for value in (0.0, 1.0, 0.0))
-        squares = leafwise.zero_squares(param), leafwise.zero_squares(param)
-        return leafwise.zeros_like(param), *squares, coefficient, factor, scaling
+        fresh = leafwise.zero_squares(param)
+        return *leafwise.initial_moments(param), fresh, coefficient, factor, scaling
 
-    def warm_up(leaf: Leaf, buffers: tuple[Any, ...]) -> Step:
+    def __call__(
+        self, stage: Stage, leaves: list[Leaf], buffers: list[tuple]
+    ) -> list[Step] | Message:
+        if not stage.reduces:
+            return list(map(self.warm_up, leaves, buffers))
+        scales = _scalings(leaves, buffers)
+        sent = [
+            scale * self.momentum(old[0], leaf.grad)
+            for leaf, old, scale in zip(leaves, buffers, scales, strict=True)
+        ]
+        return Message(
+            sent, lambda means: list(map(self.compressed, leaves, means, scales, buffers))
+        )
+
+    def warm_up(self, leaf: Leaf, buffers: tuple[Any, ...]) -> Step:
+        """Returns LAMB's step without bias correction."""
         mu, nu, fresh, coefficient, factor, scaling = buffers
-        mu = b1 * mu + (1 - b1) * leaf.grad
-        nu = b2 * nu + (1 - b2) * real_product(leaf.grad, leaf.grad)
-        step, ratio = direction(leaf, mu, trust_ratio.root(nu) + eps, weight_decay), None
-        if leaf.facts.adapt:
-            ratio = trust_ratio.trust_ratio(
-                trust_ratio.leaf_norm(leaf.weights, leaf.facts),
-                trust_ratio.leaf_norm(step, leaf.facts),
-                ratio_bounds=ratio_bounds,
-            )
-            averaged = coefficient + (1 - b3) * (ratio - coefficient)
+        mu, nu = self.momentum(mu, leaf.grad), self.squares(nu, leaf.grad)
+        step, ratio = self.direction(leaf, mu, trust_ratio.root(nu) + self.eps), None
+        if leaf.metadata.adapt:
+            layers = LayerRatio(ratio_bounds=self.ratio_bounds)
+            ratio = layers.of(leaf.weights, step, leaf.metadata)
+            averaged = coefficient + (1 - self.b3) * (ratio - coefficient)
             coefficient = jnp.where(ratio == 1.0, coefficient, averaged)
             step = ratio * step
         return -leaf.rate * step, (mu, nu, fresh, coefficient, factor, scaling), ratio
 
-    def compressed(leaf: Leaf, mu: jax.Array, scaling: jax.Array, buffers: tuple) -> Step:
+    def compressed(self, leaf: Leaf, sent: jax.Array, scaling: jax.Array, buffers: tuple) -> Step:
+        """Returns the step along the devices' mean momentum, with the frozen ratio."""
         old, nu, fresh, coefficient, factor, before = buffers
-        mu = staged.masked(mu, leaf, nu, mask_unseen, masked_rows)
-        gradient = (mu - b1 * old) / (1 - b1)
+        mu = self.masked(leaf, sent / scaling, nu)
+        gradient = (mu - self.b1 * old) / (1 - self.b1)
         fresh = jnp.where(before == 0, nu, fresh)
-        fresh = b2 * fresh + (1 - b2) * real_product(gradient, gradient)
-        frozen = staged.denominator(nu, leaf.facts, eps, relative_floor)
-        now = staged.denominator(fresh, leaf.facts, eps, relative_floor)
-        step, ratio = direction(leaf, mu, frozen, weight_decay), None
-        if leaf.facts.adapt:
-            factor = new_factor(
-                # With an eps of 0, elements without any gradient would be 0 / 0.
-                trust_ratio.leaf_norm(jnp.where(frozen > 0, frozen / now, 1.0), leaf.facts, "linf"),
-                trust_ratio.leaf_norm(mu / frozen, leaf.facts),
-                trust_ratio.leaf_norm(step, leaf.facts),
+        fresh = self.squares(fresh, gradient)
+        frozen, now = self.denominator(leaf, nu), self.denominator(leaf, fresh)
+        step, ratio = self.direction(leaf, mu, frozen), None
+        if leaf.metadata.adapt:
+            factor = self.new_factor(
+                # With eps = 0, elements without any gradient would give 0 / 0.
+                trust_ratio.leaf_norm(
+                    jnp.where(frozen > 0, frozen / now, 1.0), leaf.metadata, "linf"
+                ),
+                trust_ratio.leaf_norm(mu / frozen, leaf.metadata),
+                trust_ratio.leaf_norm(step, leaf.metadata),
                 factor,
             )
             ratio = coefficient * factor
@@ -180,50 +177,32 @@ def onebit_lamb(
         return -leaf.rate * step, (mu, nu, fresh, coefficient, factor, scaling), ratio
 
     def new_factor(
-        largest: jax.Array, adam_norm: jax.Array, norm: jax.Array, last: jax.Array
+        self, largest: jax.Array, adam_norm: jax.Array, norm: jax.Array, last: jax.Array
     ) -> jax.Array:
-        # The decay is no part of what the second moments scale.
+        """Returns the correction of the frozen ratio, from the norms of a layer."""
+        # Second moments scale only Adam's share of the direction, not the share of the decay.
         share = jnp.where(norm > 0, jnp.minimum(1.0, adam_norm / jnp.where(norm > 0, norm, 1)), 1)
-        found = jnp.clip(largest * share + (1 - share), *factor_bounds)
-        return jnp.clip(found, last * (1 - factor_threshold), last * (1 + factor_threshold))
+        factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
+        return jnp.clip(
+            factor, last * (1 - self.factor_threshold), last * (1 + self.factor_threshold)
+        )
 
-    def scalings(leaves: list[Leaf], buffers: list[tuple]) -> list[jax.Array]:
-        # The mean over layers, each of a stack by itself, over the layer's own.
-        sizes = [
-            trust_ratio.root(trust_ratio.leaf_mean(real_product(mu, mu), leaf.facts))
-            for leaf, (mu, *_) in zip(leaves, buffers, strict=True)
-        ]
-        count = max(sum(size.size for size in sizes), 1)
-        mean = sum(jnp.sum(size) for size in sizes) / count
-        # Momentum that is all 0 has no size.
-        first = [jnp.where(s > 0, mean / jnp.where(s > 0, s, 1.0), 1.0) for s in sizes]
-        return [
-            # The count does not tell the first update after the warm-up: a trainer may skip one.
-            jnp.where(old == 0, new, old).astype(old.dtype)
-            for new, (*_, old) in zip(first, buffers, strict=True)
-        ]
 
-    def step(stage: Stage, leaves: list[Leaf], buffers: list[tuple], reduce: Any) -> list[Step]:
-        if not stage.reduces:
-            return [warm_up(leaf, old) for leaf, old in zip(leaves, buffers, strict=True)]
-        scales = scalings(leaves, buffers)
-        sent = [
-            scale * (b1 * old[0] + (1 - b1) * leaf.grad)
-            for leaf, old, scale in zip(leaves, buffers, scales, strict=True)
-        ]
-        return [
-            compressed(leaf, mu / scale, scale, old)
-            for leaf, mu, scale, old in zip(leaves, reduce(sent), scales, buffers, strict=True)
-        ]
-
-    return staged.transform(
-        OnebitLambState,
-        init_leaf,
-        step,
-        stages,
-        index,
-        learning_rate,
-        rules,
-        clip_global_norm=clip_global_norm,
-        collect=collect,
-    )
+def _scalings(leaves: list[Leaf], buffers: list[tuple]) -> list[jax.Array]:
+    """Returns factors that give the momentum of every layer the same root mean square."""
+    # A layer's factor is the mean RMS of all layers (also of the layers in stacks), divided by the
+    # RMS of this layer.
+    sizes = [
+        trust_ratio.root(trust_ratio.leaf_mean(real_product(mu, mu), leaf.metadata))
+        for leaf, (mu, *_) in zip(leaves, buffers, strict=True)
+    ]
+    count = max(sum(size.size for size in sizes), 1)
+    mean = sum(jnp.sum(size) for size in sizes) / count
+    # All-zero momentum has RMS 0; leave it unscaled.
+    first = [jnp.where(s > 0, mean / jnp.where(s > 0, s, 1.0), 1.0) for s in sizes]
+    return [
+        # The scaling is 0 before the first update after the warm-up. The count could not detect
+        # this update, because trainers may skip it.
+        jnp.where(old == 0, new, old).astype(old.dtype)
+        for new, (*_, old) in zip(first, buffers, strict=True)
+    ]

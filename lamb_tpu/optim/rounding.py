@@ -1,9 +1,9 @@
-r"""Stochastic rounding, so that bfloat16 weights keep updates smaller than half their last digit.
+r"""Stochastic rounding, which lets bfloat16 weights accumulate very small updates.
 
-A bfloat16 number has 8 significant bits. Rounded to nearest, a weight of 1 loses every update below
-1/256, so that late in training weights stand still. Rounded up or down at random, with the
-probabilities that make the mean exact, they follow the float32 weights on average, and no float32
-copy of them is stored.
+A bfloat16 number has 8 significant bits. With rounding to nearest, a weight of 1 loses every update
+below 1/256, so weights stop changing late in training. Stochastic rounding rounds up or down at
+random, with probabilities that make the mean exact. The weights then follow float32 weights on
+average, without a stored float32 copy.
 """
 
 from typing import Any, NamedTuple
@@ -20,56 +20,55 @@ class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`."""
 
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
-    inner_state: optax.OptState
+    inner_state: optax.OptState  # the state of `inner`
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs `inner` on float32 copies, and rounds the new weights to bfloat16 stochastically.
+    r"""Runs `inner` on float32 copies of leaves; rounds new weights to bfloat16 stochastically.
 
-    For a bfloat16 weight :math:`w` and the update :math:`u` that `inner` gives in float32, between
-    the neighbours :math:`a \le w + u \le b` in bfloat16,
+    For a bfloat16 weight :math:`w`, the float32 update :math:`u` of `inner`, and the neighbours
+    :math:`a \le w + u \le b` in bfloat16,
 
     .. math:: w' = b \text{ with probability } \frac{w + u - a}{b - a}, \text{ else } a
 
-    so that the mean of :math:`w'` is :math:`w + u`, and a sum that bfloat16 can hold is left alone.
-    The update returned is :math:`w' - w` in float32, with which `optax.apply_updates` gives
-    :math:`w'` exactly; nothing may change it in between, so this is the outermost or last
-    transform. A sum that is not finite is rounded as usual. Leaves of float32 or wider take the
-    update of `inner` as it is.
+    The mean of :math:`w'` is :math:`w + u`, and a sum that bfloat16 can represent does not change.
+    The transform returns :math:`w' - w` in float32, so that `optax.apply_updates` computes
+    :math:`w'` exactly. No other transform may change this update, so `stochastic_rounding` must be
+    the outermost or last transform. Sums that are not finite are rounded as usual. If a leaf is
+    float32 or wider, the update of `inner` does not change.
 
-    The random bits depend on `seed`, the count of updates, the leaf's place in the tree and, inside
-    `shard_map` or `pmap`, the device's place along the axes that `axis_name` gives for the leaf:
-    shards draw bits of their own, and all replicas of a weight round alike. Under `jit` they are
-    the same whatever the shardings.
+    The random bits depend on `seed`, the count of updates, the leaf's index in the tree and, inside
+    `shard_map` or `pmap`, the device's index along the leaf's mesh axes in `axis_name`. Different
+    shards therefore draw different bits, and all replicas of a weight are rounded alike. Under
+    `jit` the bits do not depend on shardings.
 
     >>> tx = stochastic_rounding(optax.sgd(1.0))
     >>> params = jnp.ones(1000, jnp.bfloat16)
     >>> updates, state = tx.update(jnp.full(1000, -1e-3), tx.init(params), params)
     >>> rounded = optax.apply_updates(params, updates)
     >>> values, counts = jnp.unique(rounded, return_counts=True)
-    >>> print(values.astype(jnp.float32), rounded.dtype)  # the second for 0.001 * 128 of them
+    >>> print(values.astype(jnp.float32), rounded.dtype)  # a fraction of 0.001 * 128 is rounded up
     [1.        1.0078125] bfloat16
     >>> print(bool(100 < counts[1] < 156))
     True
 
     Args:
-      inner: any transform. Give `optax.inject_hyperparams`, `apply_if_finite` and
-        the like inside it.
-      seed: of the random bits, at least 0.
-      axis_name: the mesh axes over which leaves are split inside `shard_map` or `pmap`, see
-        `trust_ratio.scale_by_trust_ratio`; None under `jit`. To be given to `inner` too.
+      inner: any transform. `optax.inject_hyperparams`, `apply_if_finite` and similar wrappers
+        belong inside it.
+      seed: the seed of the random bits, at least 0.
+      axis_name: see `lamb_tpu.optim`. Pass it to `inner` too.
 
     Returns:
       A transform whose `update` needs `params`; updates are float32 for bfloat16 leaves.
 
     Raises:
-      ValueError: a seed that is none; from `init`, parameters of another narrow dtype.
+      ValueError: the seed is invalid; from `init`, a parameter is float16 or another narrow dtype
+        that is not bfloat16.
     """
+    checks.checked(stochastic_rounding, locals())
     checks.check_transform("inner", inner)
-    checks.check_whole("seed", seed)
-    checks.check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
@@ -78,7 +77,7 @@ def stochastic_rounding(
             dtype = jnp.result_type(leaf)
             if dtype.itemsize < 4 and dtype != jnp.bfloat16:
                 raise ValueError(
-                    f"stochastic_rounding is for bfloat16: the parameter {path!r} is {dtype}"
+                    f"stochastic_rounding needs bfloat16, but the parameter {path!r} is {dtype}"
                 )
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(leafwise.widen(params)))
 
@@ -86,19 +85,19 @@ def stochastic_rounding(
         updates: optax.Updates,
         state: StochasticRoundingState,
         params: optax.Params = None,
-        **extra_args: Any,
+        **extra: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         checks.gradient_leaves(updates, params)
         checks.check_state(state, StochasticRoundingState)
         wide = leafwise.widen(params)
         updates, inner_state = inner.update(
-            leafwise.widen(updates), state.inner_state, wide, **extra_args
+            leafwise.widen(updates), state.inner_state, wide, **extra
         )
-        # Made from the count and not kept in the state: a resumed run draws the same bits.
+        # The key is derived from the count instead of stored, so a resumed run draws the same bits.
         key = jax.random.fold_in(jax.random.key(seed), state.count)
         treedef = jax.tree.structure(params)
         rounded = [
-            change(leaf_key(key, index, path), weights, update)
+            _change(_leaf_key(key, index, path, axis_name), weights, update)
             if jnp.result_type(param) == jnp.bfloat16
             else update
             for index, (path, param, weights, update) in enumerate(
@@ -114,33 +113,37 @@ def stochastic_rounding(
         count = optax.safe_increment(state.count)
         return treedef.unflatten(rounded), StochasticRoundingState(count, inner_state)
 
-    def leaf_key(key: jax.Array, index: int, path: str) -> jax.Array:
-        def of_shard(key: jax.Array, axes: MeshAxes) -> jax.Array:
-            return jax.random.fold_in(key, jax.lax.axis_index(axes))
-
-        # Without the place on the mesh two shards of a leaf would share their bits. Replicas have
-        # no such axes, so they draw the same bits and stay equal.
-        key = jax.random.fold_in(key, index)
-        return trust_ratio.over(of_shard, key, trust_ratio.axes_of(axis_name, path))
-
-    def change(key: jax.Array, weights: jax.Array, update: jax.Array) -> jax.Array:
-        # The difference is exact, or off by far less than half a digit of the new weight: where
-        # the sum nearly cancels it has so few bits that it is not rounded at all.
-        rounded = round_to_bfloat16(key, weights + update)
-        # An infinite weight that stays has the difference 0; inf - inf would be NaN.
-        return jnp.where(rounded == weights, 0.0, rounded - weights)
-
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def round_to_bfloat16(key: jax.Array, values: jax.Array) -> jax.Array:
-    """Rounds each float32 value to one of its two neighbours in bfloat16, exact in the mean.
+def _leaf_key(key: jax.Array, index: int, path: str, axis_name: AxisName) -> jax.Array:
+    # Fold in this device's index along the leaf's mesh axes, or two shards of the leaf would draw
+    # the same bits. Replicas of a shard differ only in their index along other mesh axes, so they
+    # draw the same bits and stay equal.
+    def of_shard(key: jax.Array, axes: MeshAxes) -> jax.Array:
+        return jax.random.fold_in(key, jax.lax.axis_index(axes))
 
-    A bfloat16 number is the upper half of a float32 one. Noise that is uniform over the lower half
-    carries into the upper as often as the lower is large.
+    axes = trust_ratio.axes_of(axis_name, path)
+    return trust_ratio.over(of_shard, jax.random.fold_in(key, index), axes)
+
+
+def _change(key: jax.Array, weights: jax.Array, update: jax.Array) -> jax.Array:
+    # The difference is exact, or its error is far below half a unit in the last place of the new
+    # weight. If weight and update nearly cancel, their sum has so few bits that it needs no rounding.
+    rounded = round_to_bfloat16(key, weights + update)
+    # If a weight stays infinite, the difference must be 0, but inf - inf would be NaN.
+    return jnp.where(rounded == weights, 0.0, rounded - weights)
+
+
+def round_to_bfloat16(key: jax.Array, values: jax.Array) -> jax.Array:
+    """Rounds each float32 value to one of its two neighbours in bfloat16, so that the mean is exact.
+
+    A bfloat16 number is the upper half of the bits of a float32 number. Uniform noise that is added
+    to the lower half carries into the upper half with a probability proportional to the lower half.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    # Carries and the mask would turn some NaNs into zeros or infinities.
+    # Do not change NaN and infinity: the sum of bits and the mask could turn NaN into 0 or
+    # infinity.
     return jnp.where(jnp.isfinite(values), rounded, values)

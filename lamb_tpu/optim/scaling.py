@@ -1,4 +1,4 @@
-"""Rules that carry a tuned learning rate, warm-up or weight decay to another batch size."""
+"""Rules that adjust a tuned learning rate, warm-up or weight decay to another batch size."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +12,9 @@ SCALING_RULES: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt,
 }
 
-# Optimizers by the names they have in a config. Those without second moments for every element
-# (LARS, NovoGrad, APOLLO, AdaGrad-Norm, Lion, Adafactor, Muon) are not here: the theory does not
-# speak of them.
+# Keys are names of optimizers in a config. The theory covers SGD, and optimizers with a second
+# moment for every element. So LARS, NovoGrad, APOLLO, AdaGrad-Norm, Lion, Adafactor and Muon are
+# left out.
 RANDOM_MATRIX_RULES: dict[str, str] = {
     **dict.fromkeys(("sgd", "momentum", "nesterov"), "linear"),
     **dict.fromkeys(
@@ -25,7 +25,7 @@ RANDOM_MATRIX_RULES: dict[str, str] = {
 
 
 class ScaledWarmup(NamedTuple):
-    """Peak learning rate and length of warm-up that LEGW gives for a batch size."""
+    """The peak learning rate and warm-up length for a batch size, from `legw`."""
 
     learning_rate: float  # the peak
     warmup_epochs: float
@@ -34,7 +34,7 @@ class ScaledWarmup(NamedTuple):
 def scale_learning_rate(
     rule: str, base_learning_rate: float, base_batch_size: int, batch_size: int
 ) -> float:
-    """The learning rate for `batch_size`, from the one that was tuned at `base_batch_size`.
+    """Scales a learning rate tuned at `base_batch_size` to `batch_size`.
 
     >>> scale_learning_rate('linear', 0.1, 256, 8192)
     3.2
@@ -43,48 +43,44 @@ def scale_learning_rate(
 
     Args:
       rule: 'identity', 'linear' (Goyal et al., arXiv:1706.02677) or 'sqrt' (the LAMB and LEGW
-        papers); `random_matrix_rule` names one of the two.
-      base_learning_rate: the tuned rate.
-      base_batch_size: the batch size, in examples, at which it was tuned.
+        papers). `random_matrix_rule` returns 'linear' or 'sqrt' for an optimizer.
+      base_learning_rate: the tuned rate, at least 0.
+      base_batch_size: the batch size, in examples, at which the rate was tuned.
       batch_size: the batch size of the run, in examples.
 
     Raises:
-      ValueError: an unknown rule, a negative rate, or a batch size that is not positive.
+      ValueError: the rule is unknown, the rate is negative, or a batch size is not positive.
     """
     if not isinstance(rule, str) or rule not in SCALING_RULES:
-        raise ValueError(f"rule {rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
+        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
     check_range("base_learning_rate", base_learning_rate)
     return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
 
 
 def random_matrix_rule(optimizer: str) -> str:
-    """The scaling rule that random matrix theory gives to a kind of optimizer.
+    """Returns the scaling rule, 'linear' or 'sqrt', that random matrix theory implies.
 
-    The largest stable rate is limited by the largest eigenvalue of the batch's Hessian, which small
-    batches inflate. It grows with the batch linearly for SGD, and as the square root for methods
-    that divide by the root of second moments; both stop growing at large batches, where the noise
-    no longer rules.
+    The largest eigenvalue of the batch's Hessian limits the stable learning rate, and small batches
+    inflate this eigenvalue. Therefore the largest stable rate grows with the batch size: linearly
+    for SGD, and like the square root for methods that divide by the root of second moments. In both
+    cases the rate stops growing at large batches, where noise no longer dominates.
 
     >>> random_matrix_rule('momentum'), random_matrix_rule('adamw')
     ('linear', 'sqrt')
 
-    Args:
-      optimizer: a name of `make_optimizer`. LAMB counts as adaptive, by the direction it scales.
-
-    Returns:
-      'linear' or 'sqrt', for `scale_learning_rate`.
+    LAMB has the rule 'sqrt', because its direction is Adam's.
 
     Raises:
-      ValueError: an optimizer of neither kind.
+      ValueError: the theory does not cover the optimizer.
 
     References:
-      Granziol, Zohren, Roberts, Learning Rates as a Function of Batch Size, arXiv:2006.09092; its
-      abstract only was read.
+      Granziol, Zohren, Roberts, Learning Rates as a Function of Batch Size, arXiv:2006.09092; only
+      the abstract was read.
     """
     if not isinstance(optimizer, str) or optimizer not in RANDOM_MATRIX_RULES:
         raise ValueError(
-            f"the random-matrix rule says nothing of the optimizer {optimizer!r}, only of "
-            f"{', '.join(RANDOM_MATRIX_RULES)}; choose 'linear' or 'sqrt'"
+            f"optimizer={optimizer!r} has no random-matrix rule, only "
+            f"{', '.join(RANDOM_MATRIX_RULES)} do; choose the rule 'linear' or 'sqrt' yourself"
         )
     return RANDOM_MATRIX_RULES[optimizer]
 
@@ -92,21 +88,21 @@ def random_matrix_rule(optimizer: str) -> str:
 def legw(
     base_learning_rate: float, base_warmup_epochs: float, base_batch_size: int, batch_size: int
 ) -> ScaledWarmup:
-    """LEGW: for k times the batch, sqrt(k) times the rate and k times the warm-up epochs.
+    """Applies LEGW: with k times the batch, sqrt(k) times the rate and k times the warm-up epochs.
 
-    The number of warm-up updates stays what it was.
+    The number of warm-up updates therefore does not change.
 
     >>> legw(4 / (2**3 * 100), 0.3125, 512, 32768)  # ResNet-50 in the LAMB paper
     ScaledWarmup(learning_rate=0.04, warmup_epochs=20.0)
 
     Args:
-      base_learning_rate: the peak rate that was tuned at `base_batch_size`.
-      base_warmup_epochs: the warm-up there, in epochs; fractions are meant.
-      base_batch_size: in examples.
-      batch_size: in examples.
+      base_learning_rate: the peak rate, tuned at `base_batch_size`.
+      base_warmup_epochs: the warm-up at `base_batch_size`, in epochs; may be a fraction.
+      base_batch_size: the batch size, in examples, at which the rate was tuned; above 0.
+      batch_size: the batch size of the run, in examples, above 0.
 
     Raises:
-      ValueError: a batch size that is not positive, or a negative warm-up.
+      ValueError: the rate or the warm-up is negative, or a batch size is not positive.
 
     References:
       You et al., Large-Batch Training for LSTM and Beyond, arXiv:1901.08256.
@@ -121,10 +117,10 @@ def legw(
 def adamw_timescale(
     learning_rate: float, weight_decay: float, batch_size: float, data_size: float
 ) -> float:
-    r"""AdamW's timescale: over what part of the run its weights average the updates.
+    r"""Returns AdamW's timescale: the fraction of a run over which the weights average updates.
 
-    Decoupled decay makes the weights an exponential moving average of updates. Its memory, as a
-    part of the run, is
+    Decoupled decay makes the weights an exponential moving average of updates. The timescale of
+    this average, as a fraction of the run, is
 
     .. math:: \tau = \frac{B}{\eta \lambda D}
 
@@ -132,17 +128,18 @@ def adamw_timescale(
     0.5
 
     Args:
-      learning_rate: :math:`\eta`, the peak.
-      weight_decay: :math:`\lambda`, multiplied by the learning rate as in `optax.adamw`.
+      learning_rate: :math:`\eta`, the peak rate.
+      weight_decay: :math:`\lambda`, which AdamW multiplies by the learning rate, as `optax.adamw`
+        does.
       batch_size: :math:`B`, in tokens or examples.
-      data_size: :math:`D`, all that the run sees, in the same unit.
+      data_size: :math:`D`, the amount of data in the full run, in the same unit as the batch size.
 
     Raises:
-      ValueError: an argument that is not positive.
+      ValueError: an argument is not a finite number above 0.
 
     References:
       Bergsma et al., Power Lines: Scaling Laws for Weight Decay and Batch Size, arXiv:2505.13738;
-      the abstract and reviews were read.
+      only the abstract and reviews were read.
     """
     check_above_zero(
         learning_rate=learning_rate,
@@ -156,10 +153,10 @@ def adamw_timescale(
 def adamw_weight_decay(
     timescale: float, learning_rate: float, batch_size: float, data_size: float
 ) -> float:
-    r"""The weight decay of a timescale: :math:`\lambda = B / (\eta \tau D)`, of `adamw_timescale`.
+    r"""Returns the weight decay for a timescale: :math:`\lambda = B / (\eta \tau D)`.
 
-    To change the batch, keep the timescale. At the same rate and data the decay is then linear in
-    the batch:
+    If you change the batch size, do not change the timescale. With the same rate and data, the
+    weight decay is then proportional to the batch size:
 
     >>> timescale = adamw_timescale(0.001, 0.1, batch_size=256, data_size=1e6)
     >>> round(adamw_weight_decay(timescale, 0.001, batch_size=1024, data_size=1e6), 6)
@@ -167,10 +164,7 @@ def adamw_weight_decay(
 
     Args:
       timescale: :math:`\tau`, from `adamw_timescale` or `optimal_timescale`.
-      learning_rate, batch_size, data_size: those of the run, as for `adamw_timescale`.
-
-    Raises:
-      ValueError: an argument that is not positive.
+      learning_rate, batch_size, data_size: those of the run, see `adamw_timescale`.
     """
     check_above_zero(
         timescale=timescale, learning_rate=learning_rate, batch_size=batch_size, data_size=data_size
@@ -179,26 +173,23 @@ def adamw_weight_decay(
 
 
 def optimal_timescale(tokens_per_parameter: float, coefficient: float, exponent: float) -> float:
-    r"""Power Lines' law for the best timescale: :math:`\tau = c \, (D / N)^m`.
+    r"""Returns the best timescale by the Power Lines law: :math:`\tau = c \, (D / N)^m`.
 
-    The constants are arguments because they hold for one family of language models, and are known
-    here at second hand only: m = -0.527 as a review of the paper gives it, c about 1.08 as it is
-    remembered, which is not to be relied on.
+    The constants c and m are arguments, because they hold for one family of language models, and
+    because the paper itself was not read: m = -0.527 is from a review of the paper, and c of about
+    1.08 is from memory, so it is unreliable.
 
     >>> round(optimal_timescale(20.0, coefficient=1.08, exponent=-0.527), 4)
     0.2227
 
     Args:
-      tokens_per_parameter: D / N, tokens seen over parameters trained.
+      tokens_per_parameter: D / N, the number of tokens seen divided by the number of parameters.
       coefficient: c.
       exponent: m.
-
-    Raises:
-      ValueError: tokens or coefficient not positive, an exponent that is no finite number.
     """
     check_above_zero(tokens_per_parameter=tokens_per_parameter, coefficient=coefficient)
     if not is_number(exponent) or not math.isfinite(exponent):
-        raise ValueError(f"exponent must be a finite number, not {exponent!r}")
+        raise ValueError(f"exponent={exponent!r} must be a finite number")
     return coefficient * tokens_per_parameter**exponent
 
 

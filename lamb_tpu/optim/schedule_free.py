@@ -1,4 +1,4 @@
-"""Schedule-free AdamW, Optax's own, and the weights at which it is evaluated."""
+"""Schedule-free AdamW, built on Optax's `schedule_free`, and its weights for evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import optax
 from optax.contrib import ScheduleFreeState, schedule_free
 
 from lamb_tpu.optim import checks, parameters
-from lamb_tpu.optim.chains import add_decayed_weights, check_numbers, in_float32, under_rules
+from lamb_tpu.optim.chains import add_decayed_weights, in_float32, under_rules
 from lamb_tpu.optim.parameters import Rules
 
 
@@ -23,59 +23,49 @@ def schedule_free_adamw(
     rules: Rules = parameters.DEFAULT_RULES,
     weight_step_power: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW without a schedule: steps from one point, gradients near their average.
+    """AdamW without a decay of the learning rate; averages its iterates instead.
 
-    The parameters that are trained, y, lie between the point z at which AdamW has arrived and the
-    average x of all such points: y = (1 - b1) z + b1 x. **Evaluate at x**, which is
-    `evaluation_params(opt_state, params)`; the trainer, and whatever reads weights from its
-    checkpoints, does. Give a warm-up and no decay of the rate. Running averages of BatchNorm are
-    those of y and not of x; the authors compute them anew at x before an evaluation.
+    The trained parameters y, at which gradients are computed, lie between the iterate z of AdamW
+    and the average x of all iterates: y = (1 - b1) z + b1 x. **Evaluate at x**, which
+    `evaluation_params(opt_state, params)` returns. The trainer and the commands that read its
+    checkpoints do this. Use a warm-up, but no decay of the rate. The running averages of BatchNorm
+    are those of y instead of x; the authors recompute these averages at x before an evaluation.
 
-    Update t, counted from 1, has the weight :math:`t^r m_t^p` in the average, as in the authors'
-    code: r is `weight_step_power`, p is `weight_lr_power`, and m_t is the largest rate up to this
-    update. `optax.contrib.schedule_free_adamw` has r = 0 and takes the next update's rate, which
-    differs in a warm-up.
+    Update t, counted from 1, has the weight :math:`t^r m_t^p` in the average x, as in the authors'
+    code: r is `weight_step_power`, p is `weight_lr_power`, and :math:`m_t` is the largest rate up to
+    this update. `optax.contrib.schedule_free_adamw` has r = 0 and uses the rate of the next update,
+    which differs during a warm-up.
 
     Args:
-      learning_rate: a number, or a schedule of the count of completed updates.
-      b1: how near y is to the average, above 0 and below 1.
-      b2: of the second moments.
-      eps: added to their root.
-      weight_decay: of y, times the learning rate; a number, or a schedule.
-      weight_lr_power: p above; if both powers are 0, all updates count alike.
-      rules: which leaves decay, see `parameters.resolve`.
-      weight_step_power: r above, which the authors call `r`; above 0, later updates count more.
-
-    Raises:
-      ValueError: for an argument that is out of range, naming it.
+      learning_rate: `lamb_tpu.optim` describes all arguments that are not listed here.
+      b1: the weight of the average x in y, above 0 and below 1.
+      b2: the decay of the second moments.
+      eps: added to the root of the second moments.
+      weight_decay: applied to y, multiplied by the learning rate.
+      weight_lr_power: p above. If p and r are both 0, all updates have the same weight.
+      weight_step_power: r above. If r is above 0, later updates have more weight.
 
     References:
       Defazio et al., The Road Less Scheduled, arXiv:2405.15682.
     """
-    check_numbers(
-        learning_rate,
-        weight_decay,
-        {"b1": b1, "b2": b2},
-        eps=eps,
-        weight_lr_power=weight_lr_power,
-        weight_step_power=weight_step_power,
-    )
+    checks.checked(schedule_free_adamw, locals())
     if not isinstance(b1, jax.core.Tracer) and b1 == 0:
-        raise ValueError("b1 must be above 0, or the average is lost, not 0")
+        raise ValueError("b1=0 must be above 0, or the average would be lost")
     rate = learning_rate
     if callable(learning_rate):
 
         def rate(count: jax.Array) -> jax.Array:
-            return learning_rate(count - 1)  # Optax counts from 1 here
+            return learning_rate(count - 1)  # Optax's `schedule_free` counts updates from 1
 
-    # AdamW without a first moment: the average takes the place of its momentum.
+    # AdamW without a first moment: the average replaces its momentum.
     base = optax.chain(
         optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
         add_decayed_weights(weight_decay, rules),
         optax.scale_by_learning_rate(learning_rate),
     )
-    # The factors of rules belong inside, where z takes its step. Optax keeps z in the parameters'
-    # dtypes, and b1 and the sum of weights in the narrowest of them, hence float32 around it all.
+    # Rate factors scale the step of z, so apply them inside `schedule_free`. Optax stores z in the
+    # parameters' dtypes, and b1 and the sum of weights in the narrowest of these dtypes. So wrap
+    # the result in `in_float32`.
     inner = under_rules(base, rules)
     averaged = schedule_free(inner, rate, b1, weight_lr_power)
     if isinstance(weight_step_power, jax.core.Tracer) or weight_step_power != 0:
@@ -86,8 +76,8 @@ def schedule_free_adamw(
             params: optax.Params = None,
             **extra: Any,
         ) -> tuple[optax.Updates, ScheduleFreeState]:
-            # Optax's weight is the largest rate to a power. Here the "rate" is the weight itself,
-            # the power is 1, and the largest rate is kept by this function.
+            # Optax computes the weight as a power of the largest rate. Pass the weight itself as
+            # the "rate", with the power 1, and track the largest rate here.
             now = jnp.asarray(rate(state.step_count) if callable(rate) else rate)
             largest = jnp.maximum(state.max_lr, now.astype(state.max_lr.dtype))
             step = state.step_count.astype(largest.dtype)
@@ -101,13 +91,13 @@ def schedule_free_adamw(
     return in_float32(averaged)
 
 
-def keeps_evaluation_params(opt_state: Any) -> bool:
-    """Returns True for a state, or its shapes, that gives weights of its own to evaluate."""
+def keeps_evaluation_params(opt_state: optax.OptState) -> bool:
+    """Returns whether a state, which may have shapes for arrays, has separate evaluation weights."""
     return bool(_averaging(opt_state))
 
 
-def evaluation_params(opt_state: Any, params: Any) -> Any:
-    """The parameters at which to evaluate: of `schedule_free_adamw` the averages x.
+def evaluation_params(opt_state: optax.OptState, params: optax.Params) -> Any:
+    """Returns the parameters to evaluate, which for `schedule_free_adamw` are the averages x.
 
     >>> import jax.numpy as jnp
     >>> tx, params = schedule_free_adamw(0.1), {'w': jnp.ones(2)}
@@ -120,16 +110,18 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
     0.79 0.8
 
     Args:
-      opt_state: of any transform, with `schedule_free_adamw` anywhere in it or not; or what a
-        checkpoint of one gives back, in which named tuples are dicts.
-      params: the parameters that go with it, or some of them.
+      opt_state: the state of any transform, which may contain `schedule_free_adamw` at any depth.
+        It may also be a restored checkpoint of such a state, with dicts in place of named tuples.
+      params: the trained parameters, or a tree that has some of them under the same paths.
 
     Returns:
-      The same tree, with the averages where the state has them, in the parameters' dtypes.
+      A tree like `params`, in the same dtypes. Parameters for which the state has averages are
+      replaced by these; the others do not change.
     """
     checks.check_arrays("params", params)
     known = {}
-    # Paths in z are those of the parameters: inside `optax.partition` of those that the state has.
+    # z is a tree with the paths of the parameters; inside `optax.partition` it has only some of
+    # them.
     for state in _averaging(opt_state):
         fields = state if isinstance(state, Mapping) else state._asdict()
         for path, point in zip(
@@ -141,7 +133,7 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
         if path not in known:
             return param
         point, b1 = known[path]
-        # y = (1 - b1) z + b1 x, solved for x, which is not stored.
+        # x is not stored: solve y = (1 - b1) z + b1 x.
         return ((param.astype(point.dtype) - (1.0 - b1) * point) / b1).astype(param.dtype)
 
     leaves, treedef = jax.tree.flatten(params)
@@ -149,11 +141,11 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
     return treedef.unflatten(map(average, paths, leaves))
 
 
-def _averaging(opt_state: Any) -> list[Any]:
+def _averaging(opt_state: optax.OptState) -> list[Any]:
     checks.check_opt_state(opt_state)
 
     def is_one(node: Any) -> bool:
-        # A checkpoint gives back a dict in place of a named tuple: known by its keys.
+        # A restored checkpoint has a dict with the same keys in place of the named tuple.
         fields = set(ScheduleFreeState._fields)
         return isinstance(node, ScheduleFreeState) or (
             isinstance(node, Mapping) and set(node) == fields

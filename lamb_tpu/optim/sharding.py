@@ -1,4 +1,4 @@
-"""Sharding of an optimizer's state, derived from that of the parameters."""
+"""Sharding of an optimizer's state, derived from the parameters' sharding."""
 
 from collections.abc import Container
 from typing import Any
@@ -17,97 +17,90 @@ def state_sharding(
 ) -> optax.OptState:
     """Returns a sharding for every leaf of `tx.init(params)`.
 
-    Works for any transform, in chains, masks, `optax.partition`, `optax.MultiSteps` and the like,
-    because it looks at paths and shapes and never at classes. A leaf of the state belongs to the
-    parameter whose path ends its own, the longest where there are several: `mu/dense/kernel` to
-    `dense/kernel`. Where the shapes are equal it takes the parameter's sharding. Where only sizes
-    differ (a norm kept with size 1, a projected moment) it keeps the sharding of the axes of equal
-    size. Everything else, as counts and readings, is replicated
-    (inside `shard_map`, readings of a stack that is split by layers need a spec of their own).
+    Only paths and shapes are compared, so `tx` may be any transform, also a chain, a mask,
+    `optax.partition`, `optax.MultiSteps` or a similar transform. A leaf of the state belongs to a
+    parameter if the leaf's path ends in the parameter's path: `mu/dense/kernel` belongs to
+    `dense/kernel`. (If several parameters match, the longest path decides.) If both have the same
+    shape, the leaf takes the parameter's sharding. If both have the same number of axes but
+    different sizes, as for a norm with size 1 or a projected moment, axes of equal size are sharded
+    alike. All other leaves, such as counts and diagnostics, are replicated. (Inside `shard_map`,
+    diagnostics of a stack that is split by layers need a separate spec.)
 
     >>> params = {'kernel': jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     >>> state = state_sharding(optax.adam(0.1), params, {'kernel': PartitionSpec('data')})
     >>> print(tuple(state[0].mu['kernel']), tuple(state[0].count))
     ('data',) ()
 
-    `jax.jit(tx.init, out_shardings=state_sharding(...))(params)` makes the state where it will
-    stay. `jit` alone leaves zeros and counts, which depend on no parameter, whole on one device:
-    too large for it where state is split, and refused by a step over several processes.
+    Use `jax.jit(tx.init, out_shardings=state_sharding(...))(params)` to create the state with this
+    sharding. Without `out_shardings`, `jit` puts arrays that depend on no parameter, such as zeros
+    and counts, on one device. They may not fit on this device, and a step over several processes
+    rejects them.
 
     Args:
-      tx: anything with an `init`, of which only shapes are computed.
+      tx: a transform; its `init` is only evaluated for shapes.
       params: arrays or `jax.ShapeDtypeStruct`s.
-      params_sharding: a `NamedSharding` or `PartitionSpec` for every parameter, or a prefix of
-        that tree, such as one for all. Other shardings are taken where they do not split.
+      params_sharding: a `NamedSharding` or `PartitionSpec` for every parameter, or a prefix of this
+        tree, such as one sharding for all. Other classes of shardings must be fully replicated.
 
     Returns:
-      A tree like the state: shardings, or `PartitionSpec`s, as `shard_map` has them, where
-      params_sharding holds those.
+      A tree like the state. Its leaves are shardings or, if params_sharding has `PartitionSpec`s,
+      `PartitionSpec`s for `shard_map`.
 
     Raises:
-      ValueError: params_sharding is empty, is no prefix of params, or holds something that does
-        not fit the parameter, which is named.
+      ValueError: params_sharding is empty, is not a prefix of params, or does not fit a parameter.
     """
     checks.check_transform("tx", tx)
     checks.check_arrays("params", params)
     given = jax.tree.leaves(params_sharding)
     if not given:
-        raise ValueError(
-            f"params_sharding is empty: give one sharding for all, not {params_sharding!r}"
-        )
+        raise ValueError(f"params_sharding={params_sharding!r} is empty; use at least one sharding")
     try:
-        # A prefix of the tree, such as one sharding for all, is given to all leaves below it.
         shardings = jax.tree.leaves(jax.tree.broadcast(params_sharding, params))
     except ValueError as error:
         raise ValueError(
-            f"params_sharding has another structure than params, and is no prefix of it, being "
-            f"{checks.short(params_sharding)}: {error}"
+            f"params_sharding={checks.short(params_sharding)} must have the structure of params or "
+            f"be a prefix of it: {error}"
         ) from error
     known = {}
     for (path, leaf), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), shardings, strict=True
     ):
-        _check(jax.tree_util.keystr(path, simple=True, separator="/"), np.shape(leaf), sharding)
+        _check(checks.joined(path), np.shape(leaf), sharding)
         known[path] = np.shape(leaf), sharding
     replicated = _with_spec(given[0], PartitionSpec())
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+    def leaf_sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
         owner = owner_of(path, known)
         if owner is None:
             return replicated
         shape, sharding = known[owner]
         if leaf.shape == shape:
             return sharding
-        # Adafactor's factored moments, for example: which of the axes they kept is not known.
+        # In Adafactor's factored moments, for example, it is unknown which axes of the parameter
+        # remain.
         if leaf.ndim != len(shape):
             return replicated
-        # A norm with size 1, or a projected moment: axes of another size are whole.
+        # Do not split an axis with another size, for example that of a norm with size 1.
         axes = [
-            axis if own == size else None
-            for axis, own, size in zip(_spec(sharding), leaf.shape, shape, strict=False)
+            axis if leaf_size == size else None
+            for axis, leaf_size, size in zip(_spec(sharding), leaf.shape, shape, strict=False)
         ]
-        while axes and axes[-1] is None:  # as `jit` gives back what it places; others are not equal
+        while axes and axes[-1] is None:  # the specs that `jit` returns have no None at the end
             axes.pop()
         return _with_spec(sharding, PartitionSpec(*axes))
 
-    # Bare shapes: shardings that params carry may belong to a mesh that is not set here.
+    # Drop the shardings of params, because they may belong to a mesh other than the current mesh.
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), jnp.result_type(p)), params)
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, shapes))
+    return jax.tree_util.tree_map_with_path(leaf_sharding, jax.eval_shape(tx.init, shapes))
 
 
 def owner_of(path: tuple[Any, ...], known: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """Returns the path of the parameter to which a leaf of the state belongs; None if to none.
-
-    Args:
-      path: of the leaf of the state, as `jax.tree_util.tree_leaves_with_path` gives it.
-      known: the paths of the parameters.
-    """
-    # Suffixes from the longest on, down to the empty path of a bare parameter. Keys are compared,
-    # not text: 'a' as a dict's key and as an attribute differ.
-    for start in range(len(path) + 1):
-        if path[start:] in known:
-            return path[start:]
-    return None
+    """Returns the path of the parameter in `known` to which the state's leaf at `path` belongs."""
+    # Try suffixes of the path, the longest first. The last is the empty path, that of a parameter
+    # without a container. Compare keys instead of their text: 'a' may be a key of a dict or the
+    # name of an attribute.
+    suffixes = (path[start:] for start in range(len(path) + 1))
+    return next((suffix for suffix in suffixes if suffix in known), None)
 
 
 def _spec(sharding: Sharding | PartitionSpec) -> PartitionSpec:
@@ -119,7 +112,7 @@ def _spec(sharding: Sharding | PartitionSpec) -> PartitionSpec:
 def _with_spec(sharding: Sharding | PartitionSpec, spec: PartitionSpec) -> Any:
     if isinstance(sharding, PartitionSpec):
         return spec
-    # `update` keeps the mesh and the kind of memory, such as pinned host memory.
+    # `update` preserves the mesh and the memory kind, such as pinned host memory.
     return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -128,14 +121,13 @@ def _check(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         isinstance(sharding, Sharding) and sharding.is_fully_replicated
     ):
         raise ValueError(
-            f"params_sharding: the sharding of the parameter {path!r} must be a NamedSharding or a "
-            f"PartitionSpec, not {sharding!r}"
+            f"params_sharding[{path!r}]={sharding!r} must be a NamedSharding or a PartitionSpec"
         )
     if len(_spec(sharding)) > len(shape):
         raise ValueError(
-            f"the parameter {path!r} has the shape {shape}, fewer axes than its {_spec(sharding)}"
+            f"params_sharding[{path!r}]={_spec(sharding)} has more axes than the parameter, which "
+            f"has the shape {shape}"
         )
-    # `shard_shape` raises for a size that the mesh axes do not divide.
     if isinstance(sharding, NamedSharding):
         try:
             sharding.shard_shape(shape)

@@ -1,4 +1,4 @@
-"""The split of one leaf inside `shard_map` or `pmap`, where a program has one part of it."""
+"""Describes how a leaf is split over devices inside `shard_map` or `pmap`."""
 
 import math
 from typing import NamedTuple
@@ -7,79 +7,70 @@ import jax
 from jax.sharding import PartitionSpec
 
 from lamb_tpu.optim import trust_ratio
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.parameters import ParameterMetadata
 from lamb_tpu.optim.trust_ratio import AxisName, MeshAxes
 
 
 class Split(NamedTuple):
-    """A leaf's whole shape, and the mesh axes over which it is split.
+    """A leaf's full shape, and the mesh axes over which it is split.
 
-    A leaf that is whole, as every leaf is under `jit`, has its own shape and is split along no
-    axis.
+    Under `jit` no leaf is split.
     """
 
-    axis_name: MeshAxes  # for norms and means of its layers
-    # The next two are None where the mesh axes are known and the leaf's are not, as where
-    # `axis_name` is a name and no `PartitionSpec`.
-    shape: tuple[int, ...] | None  # of the whole leaf
-    axes: tuple[tuple[str, ...], ...] | None  # for each axis of the leaf, the mesh axes
+    axis_name: MeshAxes  # the mesh axes over which norms and means of the leaf's layers are summed
+    # `shape` and `axes` are None if the user gave the name of a mesh axis: without a
+    # `PartitionSpec` it is unknown which axes of the leaf are split.
+    shape: tuple[int, ...] | None  # the full shape
+    axes: tuple[tuple[str, ...], ...] | None  # the mesh axes that split each axis of the leaf
 
     def names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
-        """The mesh axes that split some of the leaf's axes, as far as they are known."""
+        """Returns the mesh axes that split the given axes of the leaf, as far as these are known."""
         return tuple(name for axis in axes if self.axes for name in self.axes[axis])
 
-    def part(self, array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        """The part of an array that belongs to this part of the leaf.
-
-        Args:
-          array: every axis whole; the first ones go with `axes`, others with none.
-          axes: axes of the leaf.
-        """
-        # An axis that several mesh axes split is cut in their order, the first one outermost, which
-        # is how `axis_index` counts over a tuple.
-        for place, axis in enumerate(axes):
+    def shard(self, array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+        """Returns this device's shard of an array, the first axes of which are the leaf's `axes`."""
+        # If several mesh axes split one axis of the leaf, the first mesh axis is the outermost.
+        # `axis_index` of a tuple has the same order.
+        for position, axis in enumerate(axes):
             names = self.names((axis,))
             if names:
-                size = array.shape[place] // math.prod(map(jax.lax.axis_size, names))
+                size = array.shape[position] // math.prod(map(jax.lax.axis_size, names))
                 start = jax.lax.axis_index(names) * size
-                array = jax.lax.dynamic_slice_in_dim(array, start, size, place)
+                array = jax.lax.dynamic_slice_in_dim(array, start, size, position)
         return array
 
 
 def split_of(
-    axis_name: AxisName, path: str, shape: tuple[int, ...], facts: ParameterFacts
+    axis_name: AxisName, path: str, shape: tuple[int, ...], metadata: ParameterMetadata
 ) -> Split:
-    """The split of the leaf of which a part, of the given shape, is at hand.
-
-    Raises ValueError for an axis name that is none, a spec with more axes than the leaf, and where
-    the axes of a spec are not bound.
-    """
+    """Returns the split of a leaf, given the shape of a shard; raises ValueError for a wrong spec."""
     given = axis_name(path) if callable(axis_name) else axis_name
-    # For norms, which must not be summed over devices that hold other layers. The next line asks
-    # for all axes: a leaf that is split by layers only is not whole.
-    names = trust_ratio.axes_of(axis_name, path, facts.layer_axes)
+    # `names` are the mesh axes for norms. They exclude mesh axes that split layer axes, because norms
+    # of different layers must not be added. The next condition includes these: a leaf that is only
+    # split along its layers is split too.
+    names = trust_ratio.axes_of(axis_name, path, metadata.layer_axes)
     if not trust_ratio.axes_of(axis_name, path):
-        return whole(shape)
+        return unsplit(shape)
     if not isinstance(given, PartitionSpec):
         return Split(names, None, None)
     if len(given) > len(shape):
         raise ValueError(
-            f"axis_name gives {given} for the parameter {path!r}, which has {len(shape)} axes"
+            f"axis_name={given} has more axes than the parameter {path!r}, which has {len(shape)}"
         )
-    # A spec may be shorter than the leaf; the axes behind it are whole.
+    # A spec may be shorter than the leaf; the other axes are not split.
     entries = [*given, *(None,) * (len(shape) - len(given))]
     axes = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
-    # `shape` is that of the part at hand: times the sizes of the mesh axes it is the whole leaf's.
+    # Multiply the shape of the shard by the sizes of the mesh axes.
     return Split(
         names,
         tuple(
-            trust_ratio.over(lambda part, over: part * jax.lax.axis_size(over), size, names)
+            trust_ratio.over(lambda shard, over: shard * jax.lax.axis_size(over), size, names)
             for size, names in zip(shape, axes, strict=True)
         ),
         axes,
     )
 
 
-def whole(shape: tuple[int, ...]) -> Split:
-    """The split of a leaf that is not split."""
+def unsplit(shape: tuple[int, ...]) -> Split:
+    """Returns the `Split` of a leaf that is not split."""
     return Split(None, tuple(shape), ((),) * len(shape))

@@ -1,1 +1,1 @@
-"""The device mesh, placement of arrays on it, and the steps compiled for it."""
+"""The device mesh, the sharding of arrays over the mesh, and the compiled steps."""

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.models.norm import MOMENTS, combine_moments
 from lamb_tpu.optim.trust_ratio import compute_dtype
+from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.tasks import Sums, Task
 
 Batch = Mapping[str, jax.Array]
@@ -29,45 +30,42 @@ def gradients(
     sharding: NamedSharding | None = None,
     carried: Collection[str] = (),
 ) -> tuple[Any, jax.Array, Any, Sums]:
-    """Returns the gradient of the loss, which is the sum over its terms of sum / weight.
+    """Returns the gradient of the loss: the sum of its terms, each divided by the term's weight.
 
-    Each shard is cut into microbatches of n rows: row r of microbatch j is the shard's row
-    j * n + r, so no example moves between devices. In the order of `mesh.microbatch_order` a
-    microbatch is a run of consecutive examples. Its sums are divided by the weights of the whole
-    batch, so that examples count as in one large batch even if microbatches have unequal weights.
+    Each shard is cut into microbatches of n rows: row r of microbatch j is the shard's row j * n +
+    r, so no example moves between devices. If rows have the order of `rows.microbatch_order`, a
+    microbatch consists of consecutive examples. The sums over a microbatch are divided by the
+    weights of the full batch, so examples count as in one large batch, even if the weights of
+    microbatches differ.
 
-    BatchNorm takes its groups within a microbatch, as ghost batches of the large one. They are the
-    same for every number of devices, and groups that divide a microbatch are the same for every
-    number of microbatches. The running averages become those of the large batch, by the law of
-    total variance.
+    The groups of BatchNorm are within a microbatch, as ghost batches of the large batch. The groups
+    do not depend on the number of devices. If the group size divides the microbatch size, the groups
+    do not depend on the number of microbatches either. By the law of total variance the running
+    averages become those of the large batch.
 
     Args:
-      task: the learning problem.
-      params: its parameters.
-      model_state: the model's other collections.
+      task, params, model_state: the learning problem, its parameters and other collections.
       batch: fields of shape (rows, ...).
       weights: the weight of each term of the loss: `task.weights` of the global batch. A term with
         weight 0 contributes nothing.
       key: random key of this update.
-      positions: positions of the rows in the global batch, (rows,); with `key` they decide dropout.
+      positions: positions of the rows in the global batch, (rows,). Dropout masks are a function of
+        `key` and these positions.
       steps: number of microbatches.
-      num_shards: number of equal runs of rows into which the batch is split over devices, under
-        jit; 1 inside shard_map, where the rows are one device's.
-      sharding: sharding of a batch, under jit.
-      carried: names of the fields (rows, ...) of which the task returns a new value in the model
-        state.
+      num_shards, sharding: see `rows.cut`.
+      carried: names of fields (rows, ...); the task returns their new values in the model state.
 
     Returns:
-      (gradients, in float32 at least where there are several microbatches; these rows' share of
-      the loss; the new model state, with the carried fields of all rows; metric sums). Shares, like
-      gradients, add up over devices.
+      The gradient of these rows' share of the loss, this share, the new model state with the carried
+      fields of all rows, and the metric sums. With several microbatches the gradient is in float32
+      or wider. Gradients and shares add up over devices.
     """
-    # Over infinity a term without weight is 0, and its gradient too; over 0 it would be NaN.
+    # Divide a term of weight 0 by infinity: the term and its gradient are then 0, not NaN.
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
 
     def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
         def share(params: Any) -> tuple[Any, Any]:
-            # Set while the loss is traced; dropout reads them.
+            # Dropout reads the positions while the loss is traced.
             with example_positions(places):
                 terms, (state, sums) = task.loss(params, collections, part, key)
             loss = sum(jax.tree.leaves(jax.tree.map(jnp.divide, dict(terms), divisors)))
@@ -79,45 +77,30 @@ def gradients(
         grads, (loss, state, sums) = of(batch, positions, model_state)
         return grads, loss, state, sums
 
-    def cut(field: jax.Array) -> jax.Array:
-        # (shards x microbatches x rows, ...) to (microbatches, shards x rows, ...). The axis of
-        # shards stays in front of the rows, so each device cuts up its own.
-        rows = field.shape[0] // (num_shards * steps)
-        field = field.reshape(num_shards, steps, rows, *field.shape[1:])
-        field = jnp.moveaxis(field, 1, 0).reshape(steps, num_shards * rows, *field.shape[3:])
-        if sharding is None:
-            return field
-        # The axis of microbatches is whole: every device takes part in each of them.
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-        return lax.with_sharding_constraint(field, sharding.update(spec=spec))
-
-    def joined(field: jax.Array) -> jax.Array:
-        # The other way round.
-        field = field.reshape(steps, num_shards, -1, *field.shape[2:])
-        field = jnp.moveaxis(field, 0, 1).reshape(-1, *field.shape[3:])
-        return field if sharding is None else lax.with_sharding_constraint(field, sharding)
-
     def step(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
-        # Each microbatch starts from the same running averages. Its moments are stacked by the scan
-        # and combined once, behind it.
+        # Each microbatch starts from the same running averages. The scan stacks the moments of the
+        # microbatches, which are combined once after the scan.
         grads, (loss, state, sums) = of(*part, {**model_state, MOMENTS: {}})
         totals = jax.tree.map(
             lambda total, x: total + x.astype(total.dtype), totals, (grads, loss, sums)
         )
         return totals, (state.get(MOMENTS, {}), {name: state[name] for name in carried})
 
-    # A scan needs a carry of fixed shapes and dtypes, so these are known before it begins. Sums are
-    # float32: those of many bfloat16 microbatches would lose small terms.
-    parts = jax.tree.map(cut, (dict(batch), positions))
+    # The carry of a scan has fixed shapes and dtypes. Sums are float32: a sum of many bfloat16
+    # microbatches would lose small terms.
+    parts = jax.tree.map(
+        lambda field: rows_lib.cut(field, num_shards, steps, sharding), (dict(batch), positions)
+    )
     rows, places = jax.tree.map(lambda field: field[0], parts)
     grads, (loss, _, sums) = jax.eval_shape(lambda: of(rows, places, {**model_state, MOMENTS: {}}))
-
-    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(leaf.shape, compute_dtype(leaf))
-
-    start = jax.tree.map(zeros, (grads, loss, sums))
+    start = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, compute_dtype(leaf)), (grads, loss, sums)
+    )
     (grads, loss, sums), (moments, stacked) = lax.scan(step, start, parts)
     state = combine_moments(model_state, moments)
     if carried:
-        state = {**state, **jax.tree.map(joined, stacked)}
+        joined = jax.tree.map(
+            lambda field: rows_lib.joined(field, num_shards, steps, sharding), stacked
+        )
+        state = {**state, **joined}
     return grads, loss, state, sums

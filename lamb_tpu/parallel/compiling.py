@@ -1,21 +1,22 @@
-"""Options of the compiler for the programs of a run."""
+"""Options of XLA's compiler for the programs of a run."""
 
 import functools
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
-# XLA's CPU compiler hands products, sums and convolutions to the library YNNPACK, which computes a
-# convolution with one thread. Without it Eigen does, with every core. The option lists what stays.
+# By default, XLA's CPU compiler hands products, sums and convolutions to the library YNNPACK, which
+# computes a convolution with one thread; Eigen uses all CPU cores. The option lists the operations
+# that YNNPACK may still compute: products and sums.
 _OPTIONS_OF_CPU = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 }
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the argument `compiler_options` of `jax.jit` for programs over this mesh.
+    """Returns the argument `compiler_options` of `jax.jit` for programs over a mesh.
 
-    It is None for devices other than CPUs, and where this version of XLA has no such option.
+    It is None for devices other than CPUs, and if this version of XLA lacks the option.
     """
     device = mesh.devices.flat[0]
     return dict(_OPTIONS_OF_CPU) if device.platform == "cpu" and _are_known(device) else None

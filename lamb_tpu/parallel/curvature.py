@@ -18,20 +18,19 @@ def lipschitz(task: Task, state: TrainState, batch: Mapping[str, jax.Array]) -> 
     .. math:: L(x, g) = \frac{|g^T H g|}{\|g\|^2}
 
     for the gradient :math:`g` and the Hessian :math:`H` of the training loss over the rows of
-    `batch`: the curvature along the gradient's direction. For a gradient of zeros it is 0. It is
-    the second derivative of the loss along that direction, in reverse mode twice: networks with
-    derivatives of their own, such as an LSTM, have no forward mode. It takes the time and memory of
-    a few gradients of these rows.
+    `batch`: the curvature along the gradient's direction. The estimate is 0 for a zero gradient. The
+    second derivative is computed by applying reverse mode twice, because networks with custom
+    derivatives, such as an LSTM, lack forward mode. It takes the time and memory of a few gradients
+    of these rows. Dropout masks are those of the next update.
 
     Args:
       task: the learning problem; its model names no mesh axes.
-      state: the state, in any placement.
-      batch: fields of shape (rows, ...). Dropout draws what it would for these rows in the next
-        update.
+      state: the train state, with any sharding.
+      batch: fields of shape (rows, ...).
 
     References:
-      You et al., Large-Batch Training for LSTM and Beyond, arXiv:1901.08256; the definition is
-      recalled.
+      You et al., Large-Batch Training for LSTM and Beyond, arXiv:1901.08256. The definition was
+      written down from memory and not compared with the paper.
     """
     weights = {term: jnp.asarray(weight) for term, weight in task.weights(batch).items()}
     key = jax.random.fold_in(state.key, state.step)
@@ -45,7 +44,7 @@ def lipschitz(task: Task, state: TrainState, batch: Mapping[str, jax.Array]) -> 
 
     grads = gradient(state.params)
     norm = clipping.global_norm(grads)
-    # Of length 1, so that no square of a small gradient underflows.
+    # Normalize, so that the squares of a small gradient do not underflow.
     direction = jax.tree.map(lambda g: g / jnp.where(norm > 0, norm, 1), grads)
 
     def slope(distance: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Shardings of the parameters and of the state that belongs to each parameter."""
+"""Shardings of the parameters and of the optimizer state of each parameter."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,47 +14,34 @@ from lamb_tpu.parallel import rules as rules_lib
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Shardings of the parameters and of the state that belongs to each parameter.
-
-    Attributes:
-      mesh: the mesh over all devices.
-      params: a `NamedSharding` for every parameter.
-      moments: a `NamedSharding` for every parameter's moments and moving average; under ZeRO-1
-        they are split further than the parameter itself.
-    """
+    """Shardings of the parameters and of the optimizer state of each parameter."""
 
     mesh: Mesh
-    params: Any
+    params: Any  # a tree with a `NamedSharding` for every parameter
+    # A `NamedSharding` for every parameter's optimizer state and average; ZeRO-1 splits these further.
     moments: Any
     _specs: dict[str, PartitionSpec | None] = dataclasses.field(
         init=False, repr=False, compare=False
     )
 
     def axis_name(self, path: str) -> str | None:
-        """Returns the mesh axis that splits the update of the parameter at a '/'-joined path."""
+        """Returns the mesh axis that splits the update of the parameter at a '/'-joined path, or None."""
         return None if self._specs[path] is None else mesh_lib.state_axis(self.mesh)
 
     def update_spec(self, path: str) -> PartitionSpec | None:
-        """Returns the spec of a parameter's update over the state axis; None if it is whole."""
+        """Returns the spec of a parameter's update over the state axis; None if it is replicated."""
         return self._specs[path]
 
     def split_axes(self, shardings: Any) -> Any:
-        """Returns the axis along which each leaf is split over the state axis; -1 if it is whole.
-
-        Args:
-          shardings: `params` or `moments`.
-        """
+        """Returns for each leaf of `params` or `moments` the axis that the state axis splits, or -1."""
         state = mesh_lib.state_axis(self.mesh)
         return jax.tree.map(
-            lambda sharding: next(
-                (i for i, entry in enumerate(sharding.spec) if entry == state), -1
-            ),
-            shardings,
+            lambda each: each.spec.index(state) if state in each.spec else -1, shardings
         )
 
     def __post_init__(self) -> None:
-        # Looked up by path whenever the optimizer is traced. Mesh axes other than the state axis
-        # are left out: inside shard_map they split no parameter.
+        # The optimizer looks specs up by path while it is traced. Specs omit mesh axes other than
+        # the state axis, because those axes split no parameter inside shard_map.
         state = mesh_lib.state_axis(self.mesh)
         specs = {
             path: PartitionSpec(*(entry if entry == state else None for entry in sharding.spec))
@@ -70,26 +57,19 @@ class Layout:
 def make_layout(
     params: Any,
     mesh: Mesh,
-    facts: Any,
+    metadata: Any,
     rules: Sequence[rules_lib.Rule] = (),
     optimizer_state: str = "replicated",
     activation_axes: Sequence[str] = (),
 ) -> Layout:
-    """Returns the layout by the partition rules and the choice for the optimizer's state.
+    """Returns the layout for partition rules and a sharding of the optimizer state.
 
-    Args:
-      params: arrays or `jax.ShapeDtypeStruct`s.
-      mesh: the mesh over all devices.
-      facts: the parameters' `ParameterFacts`.
-      rules: see `rules.partition_params`.
-      optimizer_state: 'replicated' (moments are placed as their parameters) or 'zero1'.
-      activation_axes: see `rules.partition_params`.
-
-    Raises:
-      UserError: a rule does not fit the parameters or the mesh.
+    With `optimizer_state='replicated'` moments are sharded like their parameters; with 'zero1' they
+    are also split over the state axis. For the other arguments and the errors see
+    `rules.partition_params`.
     """
-    shardings = rules_lib.partition_params(params, rules, mesh, facts, activation_axes)
+    shardings = rules_lib.partition_params(params, rules, mesh, metadata, activation_axes)
     moments = shardings
     if optimizer_state == "zero1":
-        moments = rules_lib.zero1(params, shardings, mesh, facts)
+        moments = rules_lib.zero1(params, shardings, mesh, metadata)
     return Layout(mesh, shardings, moments)

@@ -1,4 +1,4 @@
-"""The device mesh, and batches as global arrays over it."""
+"""The device mesh, and the shardings of batches over it."""
 
 import functools
 import math
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed, not_divisible, out_of_range
 from lamb_tpu.parallel import torus
 
 DATA_AXIS = "data"
-# The axes that split a batch, outermost first. State is split over the innermost of them, so that
-# on a large mesh its gathers stay among neighbours.
+# The axes that split a batch, outermost first. Optimizer state is split over the innermost axis, so
+# that gathers of updated parameters stay among neighbours on a large mesh.
 BATCH_AXES = (DATA_AXIS, "fsdp")
 AXES = (*BATCH_AXES, "model", "sequence")
 
@@ -22,163 +22,117 @@ AXES = (*BATCH_AXES, "model", "sequence")
 def make_mesh(
     shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None, group_replicas: int = 1
 ) -> Mesh:
-    """Returns a mesh over all devices, with neighbours on the physical torus next to each other.
+    """Returns a mesh over all devices, in which neighbours on the physical torus are adjacent.
 
-    The axes are Auto: the compiler places the collectives. Several slices are laid along the data
-    axis, whose collectives then cross the slower network between slices.
+    The axes have the type Auto: the compiler places the collectives. If there are several slices,
+    the data axis spans them, so its collectives cross the slower network between slices.
 
     Args:
-      shape: size of 'data' and, where they are not 1, of 'fsdp' (which splits the batch and the
-        state), 'model' and 'sequence'. One size may be -1: it takes the remaining devices. Axes of
-        size 1 other than 'data' are left out of the mesh.
+      shape: size of the axis 'data' and, if they are not 1, of 'fsdp' (which splits the batch and
+        the state), 'model' and 'sequence'. One size may be -1 for the remaining devices. The mesh
+        omits axes of size 1 other than 'data'.
       devices: devices of the mesh; None: all.
-      group_replicas: devices that share one group of BatchNorm. With several, and no axes but those
-        of the batch, devices are in the order of `torus.order`.
+      group_replicas: number of devices that share one group of BatchNorm. If it is above 1 and the
+        mesh has batch axes only, devices are in the order of `torus.order`.
 
     Raises:
-      UserError: an axis is unknown or missing, or the sizes do not multiply to the number of
-        devices.
+      UserError: an axis is unknown or 'data' is missing; a size is invalid; the product of the sizes
+        does not fit the number of devices; or 'data' is not a multiple of the number of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = _sizes(shape, len(devices))
-    names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
-    lengths = [sizes[axis] for axis in names]
+    planned = abstract_mesh(shape, len(devices))
+    sizes, names, lengths = planned.shape, planned.axis_names, list(planned.axis_sizes)
     # Devices without the attribute, such as CPUs, count as one slice.
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         if sizes[DATA_AXIS] % slices:
+            problem = f"is not divisible by the {slices} slices, which this axis spans"
             raise UserError(
-                f"config.mesh.data is {sizes[DATA_AXIS]}; the {slices} slices lie along that axis "
-                f"and must divide it"
+                "config.mesh.data", sizes[DATA_AXIS], problem, f"use a multiple of {slices}"
             )
         across = [slices if axis == DATA_AXIS else 1 for axis in names]
         within = [length // count for length, count in zip(lengths, across, strict=True)]
-        # Sizes within a slice and over slices multiply to those of the mesh.
+        # An axis's size within a slice times its size across slices is its size in the mesh.
         array = mesh_utils.create_hybrid_device_mesh(within, across, devices)
     elif group_replicas > 1 and set(names) <= set(BATCH_AXES):
         array = np.array(torus.order(devices, group_replicas)).reshape(lengths)
     else:
-        # An axis that is not a product of the torus' own axes has to be cut out of them.
+        # If a mesh axis is not a product of axes of the torus, axes of the torus must be split.
         array = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
     return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def abstract_mesh(shape: Mapping[str, int], num_devices: int) -> AbstractMesh:
+    """Returns the axes and sizes of the mesh of `make_mesh`, with its errors, but without devices."""
+    sizes = _sizes(shape, num_devices)
+    names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
+    return AbstractMesh(
+        tuple(sizes[axis] for axis in names), names, axis_types=(AxisType.Auto,) * len(names)
+    )
+
+
 def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Sizes of the axes in `AXES`, with -1 replaced."""
+    """Returns the sizes of the axes in `AXES`, with -1 replaced."""
     if set(shape) - set(AXES) or DATA_AXIS not in shape:
-        raise UserError(
-            f"config.mesh has the axes {', '.join(shape)}; it must have data and may have "
-            f"{', '.join(AXES[1:])}"
-        )
+        remedy = f"use data and, if needed, {listed(AXES[1:], 'and')}"
+        raise UserError("config.mesh", dict(shape), "has an unknown axis or lacks data", remedy)
     sizes = {axis: shape.get(axis, 1) for axis in AXES}
     for axis, size in sizes.items():
         if type(size) is not int or (size < 1 and size != -1):
-            raise UserError(
-                f"config.mesh.{axis} is {size!r}; it must be a whole number of at least 1, or -1 "
-                "for what the other axes leave"
-            )
+            valid = "a whole number of at least 1, or -1 for the remaining devices"
+            raise out_of_range(f"config.mesh.{axis}", size, valid)
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise UserError(
-            f"config.mesh.{free[0]} and config.mesh.{free[1]} are both -1; only one axis can take "
-            "what the others leave"
-        )
+        problem = f"cannot take the remaining devices beside config.mesh.{free[0]}=-1"
+        raise UserError(f"config.mesh.{free[1]}", -1, problem, "use -1 for one axis only")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    # A size of -1 takes what the others leave, so they must divide the devices; without one they
-    # must multiply to them.
+    # Without -1 the product of the sizes is the number of devices; with it, the product divides it.
     if num_devices % fixed or (not free and fixed != num_devices):
-        asked = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+        remedy = (
+            f"use sizes with the product {num_devices}, or -1 for one axis and other sizes with a "
+            f"product that divides {num_devices}"
+        )
         raise UserError(
-            f"config.mesh is {asked} and there are {num_devices} device(s); the sizes must "
-            "multiply to their number, or one of them be -1 and the others divide it"
+            "config.mesh", dict(shape), f"does not fit the {num_devices} device(s)", remedy
         )
     return sizes | dict.fromkeys(free, num_devices // fixed)
 
 
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes over which a batch is split, outermost first."""
+def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the mesh axes that split a batch, outermost first."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
 
 def state_axis(mesh: Mesh) -> str:
-    """The axis over which ZeRO-1 and FSDP split."""
+    """Returns the axis over which ZeRO-1 splits optimizer state and FSDP also splits parameters."""
     return batch_axes(mesh)[-1]
 
 
-def num_batch_shards(mesh: Mesh) -> int:
-    """Number of parts into which a batch is split."""
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of shards of a batch: the product of the sizes of the batch axes."""
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array that every device holds whole."""
+    """Returns the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-@functools.cache  # asked for each update
+@functools.cache  # called for each update
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array whose leading axis is split over the batch axes."""
+    """Returns the sharding of an array whose leading axis is split over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
+@functools.cache
+def stacked_sharding(mesh: Mesh, updates: int) -> NamedSharding:
+    """Returns the sharding of batches (updates, rows, ...), or (rows, ...) if `updates` is 1."""
+    if updates == 1:
+        return batch_sharding(mesh)
+    return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
+
+
 def check_divides(key: str, size: int, parts: int, of: str) -> None:
-    """Refuses a number of examples that is not a multiple of `parts`; the error names `key`."""
+    """Raises UserError for `key` unless `size` examples divide into `parts`, such as 'the 8 devices'."""
     if size % parts:
-        below, above = size // parts * parts, -(-size // parts) * parts
-        near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(f"{key} is {size}, which does not divide over {of}; {near} would")
-
-
-@functools.cache  # asked for each update
-def local_rows(batch_size: int, mesh: Mesh) -> np.ndarray:
-    """Rows of a global batch that this process' devices hold, ascending, each once.
-
-    They need not be consecutive on a mesh that follows a torus. Several processes hold the same
-    rows if an axis that does not split the batch crosses processes.
-    """
-    devices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
-    # (start, stop, step) of each device's rows; a set, because replicas hold the same rows.
-    held = {index[0].indices(batch_size) for index in devices.values() if index is not None}
-    rows = np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
-    rows.setflags(write=False)  # the next caller gets the same array
-    return rows
-
-
-def microbatch_order(batch_size: int, num_shards: int, steps: int) -> np.ndarray:
-    """Order of a global batch's examples in the array that is split over a mesh.
-
-    Every shard is cut into `steps` microbatches. In this order microbatch j is the j-th run of
-    consecutive examples for any number of shards, and no example has to move between devices.
-
-    >>> microbatch_order(8, 2, 2)
-    array([0, 1, 4, 5, 2, 3, 6, 7])
-    """
-    # Axes: (microbatch, shard, row) to (shard, microbatch, row).
-    return np.arange(batch_size).reshape(steps, num_shards, -1).swapaxes(0, 1).ravel()
-
-
-def shard_batch(
-    batch: Mapping[str, np.ndarray], batch_size: int, mesh: Mesh
-) -> dict[str, jax.Array]:
-    """Returns a global batch, split over the batch axes, from this process' rows.
-
-    Args:
-      batch: fields of shape (rows, ...), with the rows of `local_rows`.
-      batch_size: number of rows of the global batch.
-      mesh: the mesh over all devices.
-    """
-    sharding, rows = batch_sharding(mesh), local_rows(batch_size, mesh)
-
-    def place(value: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # the batch is split along its first axis
-            # `index` counts rows of the global batch, `value` those of this process. A device's
-            # rows are consecutive, and `rows` ascend, so they are consecutive in `value` too.
-            start = np.searchsorted(rows, index[0].start or 0)
-            stop = batch_size if index[0].stop is None else index[0].stop
-            return value[start : start + stop - (index[0].start or 0)]
-
-        shape = (batch_size, *value.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, part)
-
-    return {name: place(value) for name, value in batch.items()}
+        raise not_divisible(key, size, parts, of)

@@ -1,4 +1,4 @@
-"""The variance of single examples' gradients in an update, for the norm and inner-product tests."""
+"""The variance of per-example gradients in an update, for the norm and inner-product tests."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from lamb_tpu.batching import variance
 from lamb_tpu.parallel import accumulation
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.tasks import Sums, Task
 
 NAMES = (variance.VARIANCE, variance.INNER_PRODUCT, variance.ORTHOGONAL, variance.GRAD_SQ)
-# Most memory for the gradients of examples on a device; those of more are taken one after another.
+# Largest memory for per-example gradients on a device; if these need more, they are computed in chunks.
 CHUNK_BYTES = 256 * 2**20
 
 
@@ -25,19 +26,23 @@ def make_per_example(
 ) -> Callable[..., Sums]:
     """Returns `(state, grads, microbatch, weights, count) -> metrics`, for use under jit.
 
-    It takes the gradients of the first `rows` examples of an update's batch one by one, at the
-    parameters before the update and with the dropout of the update (under threefry2x32). Of these
-    examples are `variance` and, along the gradient of the whole batch, `inner_product_variance` and
-    `orthogonal_variance`; `grad_sq` is that of the whole batch. See `batching.variance`. An
-    example's gradient is what it adds to the batch's, times the number of examples.
+    The function takes the gradient of each of the first `rows` examples of an update's batch, at the
+    parameters before the update and with the dropout masks of the update (under threefry2x32). An
+    example's gradient is its contribution to the gradient G of the full batch, times the number of
+    examples in the batch. The metric `variance` is the variance of the examples' gradients,
+    `inner_product_variance` the variance of their inner products with G, and `orthogonal_variance`
+    the variance of their components orthogonal to G. `grad_sq` is the squared norm of G. See
+    `batching.variance`.
 
-    The examples must not depend on each other, as by BatchNorm, and only the batch may be split.
+    The examples must be independent, which BatchNorm violates, and no array other than the batch
+    may be split over devices.
 
     Args:
       task: the learning problem; its model names no mesh axes.
       mesh: the mesh over all devices.
-      rows: number of examples, at most a microbatch's, that divides over the devices.
-      chunk_bytes: memory for the gradients of examples on a device.
+      rows: number of examples: at most the size of a microbatch, and a multiple of the number of
+        devices.
+      chunk_bytes: largest memory for per-example gradients on a device.
     """
     shards = mesh_lib.num_batch_shards(mesh)
     sharding = mesh_lib.batch_sharding(mesh)
@@ -60,7 +65,7 @@ def make_per_example(
 
         taken = {name: field[:rows] for name, field in microbatch.items()}
         taken = lax.with_sharding_constraint(taken, sharding)
-        positions = jnp.arange(rows, dtype=jnp.int32)
+        positions = rows_lib.positions(rows, shards, 1)
         mean = jax.tree.map(lambda g: g / rows, gradient(taken, positions))
 
         def one(example: Mapping[str, jax.Array], position: jax.Array) -> Any:
@@ -74,33 +79,27 @@ def make_per_example(
         if chunks == 1:
             total = sums((taken, positions))
         else:
-            each = lax.map(sums, jax.tree.map(cut(chunks), (taken, positions)))
+            each = lax.map(
+                sums,
+                jax.tree.map(
+                    lambda field: rows_lib.cut(field, shards, chunks, sharding), (taken, positions)
+                ),
+            )
             total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), each)
         one_weight = jnp.ones((), jnp.float32)
         return {name: (value, one_weight) for name, value in variance.statistics(total).items()}
-
-    def cut(chunks: int) -> Callable[[jax.Array], jax.Array]:
-        # Each device cuts up its own examples, as in `accumulation.gradients`.
-        spec = PartitionSpec(None, *sharding.spec)
-
-        def cut_field(field: jax.Array) -> jax.Array:
-            field = field.reshape(shards, chunks, -1, *field.shape[1:])
-            field = jnp.moveaxis(field, 1, 0).reshape(chunks, -1, *field.shape[3:])
-            return lax.with_sharding_constraint(field, sharding.update(spec=spec))
-
-        return cut_field
 
     return metrics
 
 
 def unmeasured() -> dict[str, Any]:
-    """Returns the metrics of an update that does not take gradients one by one: pairs of 0."""
-    # Numbers of NumPy, which are the same in each process.
+    """Returns the per-example metrics of an update that does not measure them: pairs (0, 0)."""
+    # NumPy scalars: jit treats them as equal in all processes.
     return {name: (np.float32(0), np.float32(0)) for name in NAMES}
 
 
 def _chunks(rows: int, bytes_each: int, most: int) -> int:
-    """The smallest divisor of a device's rows whose chunks have at most so many bytes."""
+    """Returns the least number of equal chunks of at most `most` bytes, or else of one row each."""
     return next(
         chunks
         for chunks in range(1, rows + 1)

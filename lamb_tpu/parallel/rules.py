@@ -1,4 +1,4 @@
-"""Partition rules: which mesh axes split which parameters, by path; and shardings for ZeRO-1."""
+"""Partition rules, which map parameter paths to mesh axes, and shardings for ZeRO-1."""
 
 import math
 import re
@@ -8,62 +8,73 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed, not_divisible
 from lamb_tpu.optim import parameters
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.parameters import ParameterMetadata
 from lamb_tpu.parallel import mesh as mesh_lib
 
-KINDS = ("replicated", "fsdp")
-# A regex over '/'-joined paths, and how the parameters that it finds are split.
+TYPES = ("replicated", "fsdp")
+# A pair: a regex over '/'-joined paths, and how matching parameters are split.
 Rule = tuple[str, str | Sequence[str | None]]
 
 
 def partition_params(
-    params: Any, rules: Sequence[Rule], mesh: Mesh, facts: Any, activation_axes: Sequence[str] = ()
+    params: Any,
+    rules: Sequence[Rule],
+    mesh: Mesh,
+    metadata: Any,
+    activation_axes: Sequence[str] = (),
 ) -> Any:
     """Returns a `NamedSharding` for every parameter.
 
-    The first rule whose regex is found in a parameter's path decides. A parameter that no rule
-    matches is replicated. A rule says one of
+    The first rule with a regex that matches a parameter's path decides. A parameter that no rule
+    matches is replicated. The second entry of a rule is one of these values:
 
-    - 'replicated': the parameter is not split;
-    - 'fsdp': it is split over the state axis, along its first axis that divides and does not stack
-      layers;
-    - a list with a mesh axis or None for each axis of the parameter. A mesh axis that is not in the
-      mesh has size 1.
+    - 'replicated': the parameter is not split.
+    - 'fsdp': the parameter is split over the state axis, along its first axis of divisible length
+      that does not stack layers.
+    - a list with a mesh axis or None for each axis of the parameter. A mesh axis that the mesh lacks
+      counts as one of size 1.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
       rules: pairs (regex, how to split), in order of precedence.
       mesh: the mesh over all devices.
-      facts: the parameters' `ParameterFacts`.
-      activation_axes: mesh axes over which the model splits activations by itself.
+      metadata: the parameters' `ParameterMetadata`.
+      activation_axes: mesh axes over which the model itself splits activations.
 
     Raises:
-      UserError: a rule is malformed, matches no parameter, or does not divide a parameter that it
-        decides; or a mesh axis splits nothing.
+      UserError: a rule is malformed, matches no parameter, or cannot split a parameter evenly; or a
+        mesh axis splits nothing.
     """
     used: set[int] = set()
     decided: set[int] = set()
     checked = [check_rule(number, rule) for number, rule in enumerate(rules)]
 
-    def place(name: str, leaf: Any, fact: ParameterFacts) -> NamedSharding:
-        # All matches, so that an idle rule can be told apart: it matches nothing, or only what
-        # earlier rules have decided.
-        found = [i for i, (pattern, _) in enumerate(checked) if parameters.matches(pattern, name)]
-        decided.update(found)
-        if not found:
+    def sharding_of(name: str, leaf: Any, meta: ParameterMetadata) -> NamedSharding:
+        # Collects all matches, not only the first: the error for an unused rule says whether it
+        # matches nothing, or only parameters that earlier rules decide.
+        matching = [
+            i for i, (pattern, _) in enumerate(checked) if parameters.matches(pattern, name)
+        ]
+        decided.update(matching)
+        if not matching:
             return mesh_lib.replicated(mesh)
-        used.add(found[0])
-        split, where = rules[found[0]][1], f"config.parallel.rules[{found[0]}]"
+        used.add(matching[0])
+        split, where = rules[matching[0]][1], f"config.parallel.rules[{matching[0]}]"
         if split == "fsdp":
-            axis = divisible_axis(leaf.shape, mesh, fact)
-            # A scalar, also one for each stacked layer, is too small to matter and stays whole.
-            if axis is None and leaf.ndim > len(fact.layer_axes):
+            axis = divisible_axis(leaf.shape, mesh, meta)
+            # A parameter with one number, or one number per stacked layer, is too small to matter
+            # and stays replicated.
+            if axis is None and leaf.ndim > len(meta.layer_axes):
                 parts = mesh.shape[mesh_lib.state_axis(mesh)]
                 raise UserError(
-                    f"{where} splits {name!r} of shape {leaf.shape}, of which no axis divides "
-                    f"over {parts} devices; let an earlier rule make it 'replicated'"
+                    where,
+                    split,
+                    f"splits {name!r} of shape {leaf.shape}, and no axis of it, except for axes that "
+                    f"stack layers, is divisible by the {parts} devices of the mesh axis "
+                    f"{mesh_lib.state_axis(mesh)!r}",
+                    "add an earlier rule that makes it 'replicated'",
                 )
             spec = split_spec(PartitionSpec(), axis, mesh)
         else:
@@ -71,48 +82,50 @@ def partition_params(
         return NamedSharding(mesh, spec)
 
     names = jax.tree.unflatten(jax.tree.structure(params), parameters.leaf_paths(params))
-    shardings = jax.tree.map(place, names, params, facts)
+    shardings = jax.tree.map(sharding_of, names, params, metadata)
     for number, (pattern, _) in enumerate(checked):
         if number not in used:
             why = "only parameters that earlier rules decide" if number in decided else "nothing"
             raise UserError(
-                f"config.parallel.rules[{number}] with the regex {pattern.pattern!r} matches {why}"
+                f"config.parallel.rules[{number}]",
+                pattern.pattern,
+                f"matches {why}",
+                "correct the regular expression, or remove the rule",
             )
     _check_mesh_is_used(shardings, mesh, activation_axes)
     return shardings
 
 
 def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
-    """Returns a rule with its regex compiled.
-
-    Raises:
-      UserError: the rule is malformed.
-    """
+    """Returns rule `number` with its regex compiled. Raises UserError if the rule is malformed."""
     where = f"config.parallel.rules[{number}]"
     if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2:
-        raise UserError(f"{where} is {rule!r}; it must be a pair (regex, how to split)")
+        remedy = "use a pair of a regular expression and how to split, such as ('kernel', 'fsdp')"
+        raise UserError(where, rule, "is not a pair", remedy)
     pattern, split = rule
     try:
         pattern = re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise UserError(
-            f"{where} is not a valid regular expression: {rule[0]!r} ({error})"
-        ) from None
-    if isinstance(split, str) and split in KINDS:
+        problem = f"is not a valid regular expression ({error})"
+        raise UserError(where, rule[0], problem, "correct it") from None
+    if isinstance(split, str) and split in TYPES:
         return pattern, split
     if isinstance(split, str) or not isinstance(split, Sequence):
         raise UserError(
-            f"{where} splits by {split!r}; it must be one of {', '.join(KINDS)} or a list with a "
-            "mesh axis or None for each axis of the parameter"
+            where,
+            split,
+            "is not a way to split a parameter",
+            f"use {', '.join(TYPES)} or a list with a mesh axis or None for each axis of the parameter",
         )
     for axis in split:
         if axis is not None and axis not in mesh_lib.AXES:
-            raise UserError(
-                f"{where} names the mesh axis {axis!r}; known: {', '.join(mesh_lib.AXES)}"
-            )
+            problem = f"has the unknown mesh axis {axis!r}"
+            raise UserError(where, list(split), problem, f"use {listed(mesh_lib.AXES)}")
     named = [axis for axis in split if axis is not None]
     if len(set(named)) < len(named):
-        raise UserError(f"{where} names a mesh axis twice: {list(split)}")
+        raise UserError(
+            where, list(split), "names a mesh axis twice", "name each axis at most once"
+        )
     return pattern, split
 
 
@@ -120,53 +133,47 @@ def _spec(
     split: Sequence[str | None], shape: tuple[int, ...], mesh: Mesh, where: str, name: str
 ) -> PartitionSpec:
     if len(split) > len(shape):
+        problem = f"has {len(split)} entries, and {name!r} has the shape {shape}"
         raise UserError(
-            f"{where} has {len(split)} axes and {name!r} has the shape {shape}; give one for each "
-            "axis of the parameter"
+            where, list(split), problem, "give one entry for each axis of the parameter"
         )
-    # One list of rules serves meshes with and without an axis.
+    # Ignore axes that the mesh lacks, so that the same rules can be used on any mesh.
     axes = [axis if axis in mesh.shape else None for axis in split]
     for axis, size in zip(axes, shape, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             raise UserError(
-                f"{where} splits {name!r} of shape {shape} over the mesh axis {axis!r} of size "
-                f"{mesh.shape[axis]}, which does not divide {size}"
+                where,
+                list(split),
+                f"splits {name!r} of shape {shape} over the mesh axis {axis!r} of size "
+                f"{mesh.shape[axis]}, which does not divide {size}",
+                f"split another axis, or change config.mesh.{axis}",
             )
     return _trimmed(axes)
 
 
 def _trimmed(axes: list[Any]) -> PartitionSpec:
-    # As `jit` gives back what it places; specs that end in None are not equal to those.
+    # `jit` returns specs without trailing None, and a spec with trailing None is not equal to these.
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
 
 
 def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
-    """The mesh axes over which a model splits sequences, see `transformer.split_sequence`.
+    """Returns the mesh axes over which a model splits sequences, see `transformer.split_sequence`.
 
-    Args:
-      mesh: the mesh over all devices.
-      num_heads: number of attention heads.
-      length: length of the sequences, in tokens.
-
-    Raises:
-      UserError: the sequences, or the heads, do not divide over these axes.
+    Raises UserError if the size of the axis 'sequence' does not divide `length`, in tokens, or if
+    this size times that of the axis 'model' does not divide the number of attention heads.
     """
     sequence, model = mesh.shape.get("sequence", 1), mesh.shape.get("model", 1)
     if sequence == 1:
         return ()
     if length % sequence:
-        raise UserError(
-            f"config.mesh.sequence is {sequence}, which does not divide sequences of {length} "
-            "tokens"
-        )
-    # In attention a device has whole sequences of some heads, split over both axes.
+        problem = f"does not divide the sequences of {length} tokens"
+        raise UserError("config.mesh.sequence", sequence, problem, f"use a divisor of {length}")
+    # In attention a device has full sequences for some of the heads. Both axes split the heads.
     if num_heads % (sequence * model):
-        raise UserError(
-            f"config.mesh.sequence={sequence} and config.mesh.model={model} split attention into "
-            f"{sequence * model} parts, which do not divide config.model.num_heads={num_heads}"
-        )
+        split = f"config.mesh.sequence={sequence} times config.mesh.model={model}"
+        raise not_divisible("config.model.num_heads", num_heads, sequence * model, split)
     return ("sequence",)
 
 
@@ -177,41 +184,36 @@ def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[st
         for entry in sharding.spec
         for axis in (entry if isinstance(entry, tuple) else (entry,))
     }
-    # Devices along an axis that splits nothing would all compute the same.
+    # All devices along an axis that splits nothing would do the same computation.
     used = {*mesh_lib.BATCH_AXES, *activation_axes, *named}
     for axis in (axis for axis in mesh.shape if axis not in used):
-        raise UserError(
-            f"config.mesh.{axis} is {mesh.shape[axis]}, but nothing is split over that axis; make "
-            "it 1, or give config.parallel.rules that name it"
-        )
+        remedy = "use 1, or give config.parallel.rules that name the axis"
+        raise UserError(f"config.mesh.{axis}", mesh.shape[axis], "splits nothing", remedy)
 
 
 def divisible_axis(
     shape: tuple[int, ...],
     mesh: Mesh,
-    facts: ParameterFacts,
+    metadata: ParameterMetadata,
     taken: Sequence[Any] | PartitionSpec = (),
 ) -> int | None:
-    """Returns the first axis of a parameter that divides over the state axis, or None.
+    """Returns the first axis of a parameter that the state axis can split, or None.
 
-    Args:
-      shape: shape of the parameter.
-      mesh: the mesh over all devices.
-      facts: facts of the parameter. Axes that stack layers stay whole, so that each layer's norm is
-        taken over all devices.
-      taken: mesh axes that already split the parameter, one entry for each of its axes.
+    Axes that stack layers are not split: then every device has a shard of each layer, and a layer's
+    norm is a sum over devices. `taken` has for each axis of the parameter the mesh axis that already
+    splits it, or None.
     """
     parts = mesh.shape[mesh_lib.state_axis(mesh)]
     for axis, size in enumerate(shape):
         free = axis >= len(taken) or taken[axis] is None
-        # An axis of length 0 divides by anything, but there is nothing to split.
-        if free and axis not in facts.layer_axes and size % parts == 0 and size:
+        # Length 0 is divisible by any number, but there is nothing to split.
+        if free and axis not in metadata.layer_axes and size % parts == 0 and size:
             return axis
     return None
 
 
 def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSpec:
-    """Returns `spec` with `axis` split over the state axis too; None returns it unchanged."""
+    """Returns `spec` with `axis` also split over the state axis; unchanged if `axis` is None."""
     if axis is None:
         return spec
     # A spec may be shorter than the parameter has axes.
@@ -220,54 +222,49 @@ def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSp
     return _trimmed(axes)
 
 
-def check_named(shardings: Any, mesh: Mesh, facts: Any) -> None:
-    """Refuses shardings of parameters that the step inside shard_map cannot gather.
+def check_named(shardings: Any, mesh: Mesh, metadata: Any) -> None:
+    """Rejects shardings of parameters that the step inside shard_map cannot gather.
 
     Raises:
-      UserError: a parameter is split over another axis than the state axis, or along an axis that
-        stacks layers, whose norms the program could not tell apart.
+      UserError: a parameter is split over a mesh axis other than the state axis, or along an axis
+        that stacks layers, where the program could not compute each layer's norm separately.
     """
     state = mesh_lib.state_axis(mesh)
-    for path, sharding, fact in zip(
-        parameters.leaf_paths(shardings),
-        jax.tree.leaves(shardings),
-        jax.tree.leaves(facts),
-        strict=True,
-    ):
+    paths, layers = parameters.leaf_paths(shardings), jax.tree.leaves(metadata)
+    for path, sharding, meta in zip(paths, jax.tree.leaves(shardings), layers, strict=True):
         for axis, entry in enumerate(sharding.spec):
             if entry not in (None, state):
-                raise UserError(
-                    f"config.parallel.rules splits {path!r} over {entry!r}; under "
-                    f"config.parallel.backend='shard_map' it can be split over {state!r} alone"
-                )
-            if entry and axis in fact.layer_axes:
-                raise UserError(
-                    f"config.parallel.rules splits {path!r} along axis {axis}, which stacks "
-                    "layers; that needs config.parallel.backend='jit'"
-                )
+                how, remedy = f"over {entry!r}", f"split it over {state!r} alone"
+            elif entry and axis in meta.layer_axes:
+                how = f"along axis {axis}, which stacks layers"
+                remedy = "split another axis"
+            else:
+                continue
+            problem = f"cannot gather {path!r}, which config.parallel.rules split {how}"
+            key = "config.parallel.backend"
+            raise UserError(key, "shard_map", problem, f"{remedy}, or use 'jit'")
 
 
-def zero1(params: Any, params_sharding: Any, mesh: Mesh, facts: Any) -> Any:
-    """Shardings of the optimizer's state under ZeRO-1, one for each parameter.
+def zero1(params: Any, params_sharding: Any, mesh: Mesh, metadata: Any) -> Any:
+    """Returns the sharding of each parameter's optimizer state under ZeRO-1.
 
-    The state is split over the state axis, along the parameter's first axis that divides and is not
-    split already. State of a parameter without such an axis, such as a bias of odd length, is
-    placed as the parameter.
+    The state axis splits the first axis of the parameter that has a divisible length and is not
+    split already. If a parameter has no such axis, for example a bias of odd length, its optimizer
+    state is sharded like the parameter.
     """
 
-    def place(leaf: Any, sharding: NamedSharding, fact: ParameterFacts) -> NamedSharding:
-        state = mesh_lib.state_axis(mesh)
-        # Under FSDP the parameter itself is split over the state axis, and so are its moments.
-        if state in sharding.spec:
+    def sharding_of(leaf: Any, sharding: NamedSharding, meta: ParameterMetadata) -> NamedSharding:
+        # Under FSDP the state axis already splits the parameter, and therefore its moments.
+        if mesh_lib.state_axis(mesh) in sharding.spec:
             return sharding
-        axis = divisible_axis(leaf.shape, mesh, fact, sharding.spec)
+        axis = divisible_axis(leaf.shape, mesh, meta, sharding.spec)
         return sharding.update(spec=split_spec(sharding.spec, axis, mesh))
 
-    return jax.tree.map(place, params, params_sharding, facts)
+    return jax.tree.map(sharding_of, params, params_sharding, metadata)
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """Bytes of a tree of arrays or `jax.ShapeDtypeStruct`s on one device."""
+    """Returns the bytes that a tree of arrays or `jax.ShapeDtypeStruct`s takes on one device."""
     return sum(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
@@ -277,23 +274,15 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 def describe(
     params: Any, shardings: Any, rules: Sequence[Rule], state: Mapping[str, tuple[Any, Any]]
 ) -> str:
-    """Lines for the terminal: what each rule splits, and the bytes on a device.
+    """Returns lines that say which parameters each rule splits, with bytes in total and per device.
 
-    Args:
-      params: the parameters.
-      shardings: the parameters' shardings.
-      rules: the rules that the shardings follow.
-      state: further trees on a device, name -> (tree, shardings).
+    `state` has further trees, name -> (tree, shardings).
     """
     groups: dict[str, list[tuple[Any, Any]]] = {}
-    for path, leaf, sharding in zip(
-        parameters.leaf_paths(params),
-        jax.tree.leaves(params),
-        jax.tree.leaves(shardings),
-        strict=True,
-    ):
-        decides = next((rule for rule in rules if parameters.matches(rule[0], path)), None)
-        by = f"by the rule {decides[0]!r}" if decides else "by no rule"
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
+    for path, (leaf, sharding) in zip(parameters.leaf_paths(params), leaves, strict=True):
+        rule = next((rule for rule in rules if parameters.matches(rule[0], path)), None)
+        by = f"by the rule {rule[0]!r}" if rule else "by default"
         split = ", ".join(str(entry) if entry else "-" for entry in sharding.spec)
         how = f"split ({split})" if split else "replicated"
         groups.setdefault(f"{how} {by}" if rules else how, []).append((leaf, sharding))
@@ -301,9 +290,9 @@ def describe(
         _line(f"{len(members)} parameter(s) {name}", *zip(*members))
         for name, members in groups.items()
     ]
-    for name, (tree, places) in state.items():
+    for name, (tree, tree_shardings) in state.items():
         if jax.tree.leaves(tree):
-            lines.append(_line(name, tree, places))
+            lines.append(_line(name, tree, tree_shardings))
     return "\n".join(lines)
 
 

@@ -7,43 +7,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
 from lamb_tpu.optim import checks, parameters, sharding
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel.components import Averages, Skipped, StateComponent
 from lamb_tpu.parallel.layout import Layout
-from lamb_tpu.parallel.parts import Averages, Skipped, StatePart
 from lamb_tpu.tasks import Task
 
-# The default parts of a state.
-PARTS: tuple[StatePart, ...] = (Averages(), Skipped())
+# The default components of a state.
+PARTS: tuple[StateComponent, ...] = (Averages(), Skipped())
 _FIELDS = ("step", "params", "model_state", "opt_state", "key")
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an update changes; a checkpoint holds all of it.
+    """Everything that an update changes and a checkpoint holds.
 
-    Each part is an attribute too: `state.ema` is `state.parts['ema']`. In the pytree, and so in a
-    checkpoint, parts are siblings of the other attributes.
-
-    Attributes:
-      step: number of completed updates, int32 scalar.
-      params: the model's parameters.
-      model_state: its other collections, such as BatchNorm's running averages.
-      opt_state: the optimizer's state.
-      key: typed random key, constant; update t draws from `fold_in(key, t)`.
-      parts: further parts by their names, see `parallel.parts`.
+    In the pytree, and so in a checkpoint, components are siblings of the other attributes.
     """
 
-    step: jax.Array
+    step: jax.Array  # number of completed updates, int32 scalar
     params: Any
-    model_state: Any
+    model_state: Any  # the model's other collections, such as BatchNorm's running averages
     opt_state: optax.OptState
-    key: jax.Array
-    parts: Mapping[str, Any]
+    key: jax.Array  # typed random key, constant; update t draws from `fold_in(key, t)`
+    parts: Mapping[str, Any]  # further components by their names, see `parallel.components`
 
     @property
     def ema(self) -> tuple[Any, Any] | None:
@@ -56,17 +46,16 @@ class TrainState:
         return self.parts["skipped"]
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Returns the state with other attributes or parts."""
-        # What is no field must be a part.
-        own = {name: changes.pop(name) for name in _FIELDS if name in changes}
-        if strangers := changes.keys() - self.parts.keys():
-            raise TypeError(f"a train state has no {', '.join(sorted(strangers))}")
-        return dataclasses.replace(self, parts={**self.parts, **changes}, **own)
+        """Returns a copy of the state with new values for the given attributes or components."""
+        # Names other than those of the fields must be components.
+        fields = {name: changes.pop(name) for name in _FIELDS if name in changes}
+        if unknown := changes.keys() - self.parts.keys():
+            raise TypeError(f"a train state has no {', '.join(sorted(unknown))}")
+        return dataclasses.replace(self, parts={**self.parts, **changes}, **fields)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         names = tuple(self.parts)
-        # Keys as of attributes: paths, and names in checkpoints, are 'params/...' and 'ema/...',
-        # not 'parts/ema/...'.
+        # Paths and names in checkpoints are 'params/...' and 'ema/...', not 'parts/ema/...'.
         pairs = [(GetAttrKey(name), getattr(self, name)) for name in _FIELDS]
         return pairs + [(GetAttrKey(name), self.parts[name]) for name in names], names
 
@@ -81,21 +70,22 @@ def make_init(
     task: Task,
     tx: optax.GradientTransformation,
     batch: Mapping[str, Any],
-    parts: Sequence[StatePart] = PARTS,
+    parts: Sequence[StateComponent] = PARTS,
     prng: str = "threefry2x32",
 ) -> Callable[..., TrainState]:
     """Returns `init(key, given=None)`, which makes the initial state.
 
-    `given` replaces random values: arrays by the '/'-joined path from a field of the state, such as
-    'params/dense/kernel'. Given parameters and model state also determine the initial optimizer
-    state and averages; arrays of the optimizer state may be given too.
+    `given` maps '/'-joined paths, which begin with a field of the state, such as
+    'params/dense/kernel', to arrays that replace the initial values. Given parameters and model
+    state also determine the initial optimizer state and averages; arrays of the optimizer state may
+    be given too.
 
     Args:
-      task: the learning problem.
-      tx: the optimizer.
+      task, tx: the learning problem, and the optimizer.
       batch: arrays with the shapes and dtypes of a batch.
-      parts: further parts of the state.
-      prng: generator of the key in the state. Initial weights are drawn from `init`'s own key.
+      parts: further components of the state.
+      prng: random generator of the state's key. Initial weights are drawn with the key passed to
+        `init`, and with its generator.
     """
 
     def init(key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
@@ -108,18 +98,20 @@ def make_init(
 
         init_key, train_key = jax.random.split(key)
         if prng != str(jax.random.key_impl(key)):
-            # A key of one generator is no key of another; its bits are a seed of one.
+            # Keys of two generators are incompatible, so random bits from the given key seed the
+            # new key.
             train_key = jax.random.key(jax.random.bits(train_key), impl=prng)
-        # Initial weights depend on the shapes of a batch and not on its values.
+        # Initial weights depend only on the shapes of a batch.
         zeros = {name: jnp.zeros_like(value) for name, value in batch.items()}
         model_state = dict(task.init(init_key, zeros))
-        # Filled in first: optimizers and averages start from the parameters, also from given ones.
+        # Fill in given parameters and model state first, because optimizers and averages start from
+        # them.
         params = filled("params", model_state.pop("params"))
         model_state = filled("model_state", model_state)
         opt_state = filled("opt_state", tx.init(params))
         zero = jnp.zeros((), jnp.int32)
-        begun = {part.name: part.init(params, model_state) for part in parts}
-        return TrainState(zero, params, model_state, opt_state, train_key, begun)
+        components = {part.name: part.init(params, model_state) for part in parts}
+        return TrainState(zero, params, model_state, opt_state, train_key, components)
 
     return init
 
@@ -128,26 +120,19 @@ def state_shardings(
     abstract: TrainState,
     tx: optax.GradientTransformation,
     layout: Layout,
-    parts: Sequence[StatePart] = PARTS,
+    parts: Sequence[StateComponent] = PARTS,
 ) -> TrainState:
-    """Returns a sharding for every array of the state.
-
-    Args:
-      abstract: the state, or its shapes and dtypes.
-      tx: the optimizer.
-      layout: the shardings of parameters and moments.
-      parts: further parts of the state.
-    """
+    """Returns a sharding for every array of a state with the shapes and dtypes of `abstract`."""
     whole = mesh_lib.replicated(layout.mesh)
 
-    def everywhere(tree: Any) -> Any:
+    def replicated(tree: Any) -> Any:
         return jax.tree.map(lambda _: whole, tree)
 
-    leaf: Any = whole  # shardings stand where the state has its arrays
+    leaf: Any = whole  # in this tree, shardings replace arrays
     return TrainState(
         step=leaf,
         params=layout.params,
-        model_state=everywhere(abstract.model_state),
+        model_state=replicated(abstract.model_state),
         opt_state=sharding.state_sharding(tx, abstract.params, layout.moments),
         key=leaf,
         parts={part.name: part.shardings(abstract.parts[part.name], layout) for part in parts},
@@ -157,25 +142,21 @@ def state_shardings(
 def check_update(
     tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState, layout: Layout | None
 ) -> None:
-    """Traces the optimizer, and checks what its update returns.
+    """Traces the optimizer's update, and checks what it returns.
 
-    Inside shard_map it also raises if it cannot update split tensors.
-
-    Args:
-      tx: the optimizer, with `axis_name=layout.update_spec`.
-      params: the parameters' shapes and dtypes.
-      opt_state: the optimizer state's shapes and dtypes.
-      layout: the shardings of parameters and moments inside shard_map; None: under jit.
+    `layout` is None under jit. Inside shard_map it has the shardings of parameters and moments; the
+    optimizer has `axis_name=layout.update_spec`, and raises an error while it is traced if it cannot
+    update split tensors.
 
     Raises:
       ValueError: see `optim.checks.check_result`.
     """
 
     def update(params: Any, state: Any) -> Any:
-        # Gradients have the shapes of parameters; nothing else of them matters to a trace.
-        found = tx.update(params, state, params)
-        checks.check_result(found, params, state)
-        return found
+        # A trace needs only shapes and dtypes, so the parameters stand in for gradients.
+        result = tx.update(params, state, params)
+        checks.check_result(result, params, state)
+        return result
 
     if layout is None:
         jax.eval_shape(update, params, opt_state)
@@ -189,32 +170,29 @@ def check_update(
 
 
 def saved(
-    abstract: TrainState, shapes: Mapping[str, Any], parts: Sequence[StatePart] = PARTS
+    abstract: TrainState, shapes: Mapping[str, Any], parts: Sequence[StateComponent] = PARTS
 ) -> TrainState:
-    """Returns shapes, dtypes and shardings in which to read a checkpoint for these devices.
+    """Returns shapes, dtypes and shardings with which to read a checkpoint on these devices.
 
-    Args:
-      abstract: those of this run.
-      shapes: of the checkpoint's fields, as dicts and lists of `jax.ShapeDtypeStruct`s.
-      parts: further parts of the state.
+    `abstract` has the shapes, dtypes and shardings of this run. `shapes` has the shapes of the
+    checkpoint's fields, as dicts and lists of `jax.ShapeDtypeStruct`s.
     """
-    return abstract.replace(
-        **{
-            part.name: part.saved(abstract.parts[part.name], shapes.get(part.name))
-            for part in parts
-        }
-    )
+    changes = {
+        part.name: part.saved(abstract.parts[part.name], shapes.get(part.name)) for part in parts
+    }
+    return abstract.replace(**changes)
 
 
-def resumed(state: TrainState, parts: Sequence[StatePart] = PARTS) -> TrainState:
-    """Returns the state of a checkpoint with each part as this run's devices need it."""
+def resumed(state: TrainState, parts: Sequence[StateComponent] = PARTS) -> TrainState:
+    """Returns a checkpoint's state with each component as this run's devices need it."""
     return state.replace(**{part.name: part.resumed(state.parts[part.name]) for part in parts})
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
-    """Returns `jax.ShapeDtypeStruct`s with the shardings filled in."""
+    """Returns the `jax.ShapeDtypeStruct`s of `abstract` with the given shardings."""
 
-    def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(place, abstract, shardings)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        abstract,
+        shardings,
+    )

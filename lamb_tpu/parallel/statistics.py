@@ -1,4 +1,4 @@
-"""A check that refuses networks whose running statistics would see only a part of the batch."""
+"""A check that rejects a network if its running statistics would cover only part of the batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +14,20 @@ from lamb_tpu.tasks import Task
 def check_statistics(
     task: Task, params: Any, model_state: Any, batch: Mapping[str, Any], key: Any, whole: bool
 ) -> None:
-    """Refuses a model that keeps statistics of the batch other than by `models.norm.BatchNorm`.
+    """Rejects a model that has batch statistics other than those of `models.norm.BatchNorm`.
 
-    A layer such as Flax's `nn.BatchNorm` normalises by the examples that it sees: a device's part
-    inside shard_map, a microbatch under accumulation. That would be another network, with running
-    averages of one part. The loss is only traced; nothing is computed.
+    A layer such as Flax's `nn.BatchNorm` normalises with the statistics of the examples that it sees:
+    a device's shard inside shard_map, a microbatch under accumulation. The network would then compute
+    something else, and its running averages would cover only part of the batch. The loss is only
+    traced; nothing is computed.
 
     Args:
       task: the learning problem.
-      params: the parameters, or their shapes and dtypes.
-      model_state: the model's other collections, or their shapes and dtypes.
-      batch: the rows that one forward pass sees, or their shapes and dtypes.
-      key: random key, or its shape and dtype.
-      whole: whether the batch is not cut into microbatches. State that does not depend on the batch
-        is then the same on every device and may stay. With microbatches no code would combine it.
+      params, model_state, batch, key: arrays, or their shapes and dtypes. The batch has the rows
+        that one forward pass sees.
+      whole: True if the batch is not cut into microbatches. Then state that does not depend on the
+        batch is allowed, because it is equal on all devices. With microbatches such state is
+        rejected, because no code combines it over microbatches.
 
     Raises:
       ValueError: the model has such layers; the message names them.
@@ -37,8 +37,8 @@ def check_statistics(
         return
 
     def new_state(model_state: Any, batch: Any, params: Any, key: Any) -> Any:
-        # `models.norm.BatchNorm` writes its moments where it is given this collection, so its
-        # layers can be told from others.
+        # If the model state has this collection, `models.norm.BatchNorm` writes its moments to the
+        # collection. This identifies the layers of that class.
         _, (state, _) = task.loss(params, {**model_state, MOMENTS: {}}, batch, key)
         return state
 
@@ -51,7 +51,7 @@ def check_statistics(
     # which is a flat dict.
     rows = traced.jaxpr.invars[len(paths) :][: len(given[1])]
     depends = _depending(traced.jaxpr, rows) if whole else [True] * len(traced.jaxpr.outvars)
-    # Moments have the paths of the running averages, below another collection.
+    # Moments have the paths of the running averages, in another collection.
     known = {f"batch_stats/{path}" for path in parameters.leaf_paths(shapes.get(MOMENTS, {}))}
     layers = [
         path.rpartition("/")[0].partition("/")[2] or path
@@ -61,24 +61,24 @@ def check_statistics(
     if layers:
         listed = ", ".join(map(repr, list(dict.fromkeys(layers))[:4]))
         raise ValueError(
-            f"the model's layer {listed} keeps statistics of its own, which under "
-            "config.parallel.backend='shard_map' and config.accumulation_steps above 1 would be "
-            "those of a part of the batch; make it lamb_tpu.models.norm.BatchNorm, or take 'jit' "
-            "and 1"
+            f"the model's layer {listed} has its own statistics, which would cover only part of the "
+            "batch with config.parallel.backend='shard_map' or with microbatches; use "
+            "lamb_tpu.models.norm.BatchNorm instead, or config.parallel.backend='jit' without "
+            "microbatches"
         )
 
 
 def _depending(jaxpr: Any, sources: list[Var]) -> list[bool]:
-    """Returns for each output whether it may depend on one of `sources`.
+    """Returns whether each output may depend on one of `sources`.
 
-    Every output of an operation counts as depending on all of the operation's inputs.
+    Assumes that every output of an operation depends on all inputs of the operation.
     """
-    found = set(sources)
+    dependent = set(sources)
 
-    def any_found(variables: list[Any]) -> bool:
-        return any(isinstance(variable, Var) and variable in found for variable in variables)
+    def any_dependent(variables: list[Any]) -> bool:
+        return any(isinstance(variable, Var) and variable in dependent for variable in variables)
 
     for equation in jaxpr.eqns:
-        if any_found(equation.invars):
-            found.update(equation.outvars)
-    return [any_found([variable]) for variable in jaxpr.outvars]
+        if any_dependent(equation.invars):
+            dependent.update(equation.outvars)
+    return [any_dependent([variable]) for variable in jaxpr.outvars]

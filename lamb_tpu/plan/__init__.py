@@ -1,1 +1,1 @@
-"""Plans of a run on a TPU slice, made without one; `python -m lamb_tpu.plan` prints them."""
+"""Plans a run on a TPU slice without a TPU; `python -m lamb_tpu.plan` prints the plan."""

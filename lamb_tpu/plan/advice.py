@@ -1,17 +1,17 @@
-"""Advice on the batch: what a run takes at each of several batches: `--batches=512,1024`.
+"""Comparison of batch sizes by learning rate, warm-up, time and price: `--batches=512,1024`.
 
-Learning rate and warm-up are those of the recipe at each batch. The noise scale of gradients is a
-measured batch size: far below it twice the batch needs half as many updates, beyond it the updates
-hardly get fewer (arXiv:1812.06162).
+The recipe sets the learning rate and warm-up of each batch. The gradient noise scale is a batch
+size: far below it, doubling the batch halves the number of updates; above it, a larger batch hardly
+saves updates (arXiv:1812.06162).
 """
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamb_tpu import terminal
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.errors import UserError
+from lamb_tpu.files import buckets
 from lamb_tpu.plan.totals import span_text
 from lamb_tpu.plan.trials import LEFT_OUT, Answer, Trial, Trials, check_any, milliseconds, table
 from lamb_tpu.plan.variants import Variants
@@ -26,18 +26,18 @@ def advise(
     price: float | None = None,
     workdir: str | None = None,
 ) -> Answer:
-    """Returns a table of batches, with what a run takes at each.
+    """Returns a table with the learning rate, warm-up, updates, time and price of each batch.
 
     Args:
       variants: the recipe.
-      batches: the batches, a row each.
+      batches: the batch sizes, one row each.
       topology: name of the slice.
-      trials: makes the plans, one a batch.
-      price: price of a device for an hour, in any currency; None: no prices.
-      workdir: the folder of a run that may have measured its noise scale; None for none.
+      trials: makes the plans, one for each batch.
+      price: price of a device for an hour, in any currency.
+      workdir: folder of a run that measured the noise scale; the batches are compared with it.
 
     Raises:
-      UserError: `workdir` holds no run, or every batch is refused.
+      UserError: `workdir` has no records of a run, or every batch is rejected.
     """
     noise = None if workdir is None else noise_scale(workdir)
     devices = topology_lib.topology(topology).num_devices
@@ -56,7 +56,7 @@ def advise(
             value["is_beyond_noise_scale"] = batch > noise
         values.append(value)
         cells = [f"{batch:,}", *_cells(trial, value)]
-        if noise is not None and not trial.refused:
+        if noise is not None and not trial.rejected:
             cells += [""] * (len(head) - 1 - len(cells)) + ["BEYOND" if batch > noise else "within"]
         rows.append((cells, trial))
     check_any([trial for _, trial in rows])
@@ -68,8 +68,8 @@ def advise(
     ]
     if endless:
         notes.append(
-            f"THE WARM-UP IS AS LONG AS THE RUN at {', '.join(endless)}: the rate never reaches "
-            "the one above"
+            f"THE WARM-UP IS AT LEAST AS LONG AS THE RUN at batch {', '.join(endless)}: the learning "
+            "rate never reaches the value in the table"
         )
     text = "\n".join(
         [
@@ -84,21 +84,34 @@ def advise(
 
 
 def noise_scale(workdir: str) -> float | None:
-    """Returns the last noise scale in a run's records, in examples; None if it measured none.
+    """Returns the last noise scale in a run's records, in examples; None if there is none.
 
     Raises:
-      UserError: the folder holds no run.
+      UserError: the folder has no records, or the last noise scale in them is not a finite number.
     """
-    records = read_records(pathlib.Path(workdir) / "metrics.jsonl", "train")
-    found = [record["noise_scale"] for record in records if "noise_scale" in record]
-    return float(found[-1]) if found else None
+    path = buckets.parse(workdir, "--workdir") / "metrics.jsonl"
+    scales = [
+        record["noise_scale"] for record in read_records(path, "train") if "noise_scale" in record
+    ]
+    if not scales:
+        return None
+    last = scales[-1]
+    # The noise scale is infinite if the gradient is nearly 0.
+    if isinstance(last, bool) or not isinstance(last, int | float) or not -1e18 < last < 1e18:
+        raise UserError(
+            f"--workdir {workdir}: the last noise_scale in {path.name}",
+            last,
+            "is not a finite number of examples",
+            "leave --workdir out, or give another run",
+        )
+    return float(last)
 
 
 def _trial(variants: Variants, batch: int, topology: str, trials: Trials) -> Trial:
     try:
         return trials.make(variants.at_batch(batch), topology, f"batch {batch:,}")
-    except UserError as error:  # the recipe refuses the batch
-        return Trial(None, refused=str(error))
+    except UserError as error:  # the recipe rejects the batch
+        return Trial(None, error=error)
 
 
 def _numbers(trial: Trial, devices: int, price: float | None) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def _numbers(trial: Trial, devices: int, price: float | None) -> dict[str, Any]:
 
 def _cells(trial: Trial, value: Mapping[str, Any]) -> list[str]:
     if trial.plan is None:
-        return ["refused"]
+        return ["rejected"]
     rate, warmup, updates, hours, price = (
         value[key]
         for key in ("learning_rate", "warmup_updates", "updates", "device_hours", "price")
@@ -147,4 +160,4 @@ def _describe_noise(workdir: str, noise: float | None, batches: Sequence[int]) -
         return f"the run in {workdir} measured no noise scale"
     beyond = [f"{batch:,}" for batch in batches if batch > noise]
     line = f"the run in {workdir} measured a noise scale of {noise:,.4g} examples"
-    return f"{line}: BEYOND IT {', '.join(beyond)}" if beyond else f"{line}: no batch is beyond it"
+    return f"{line}; BEYOND IT: {', '.join(beyond)}" if beyond else f"{line}; no batch is beyond it"

@@ -1,9 +1,10 @@
-"""A plan of a run whose batch changes: times of its updates along the path of batches.
+"""The plan of a run in which the batch size changes: the time of its updates at each batch size.
 
-An update of k microbatches is priced by the step of one batch with k accumulation steps, whose
-loop adds the same time for each further microbatch. So a few programs serve all k: those of up to
-four microbatches have each their own, and more lie on the line through four and eight. At sixteen
-the line is within 0.01 % of the program's own estimate (tests/plan/test_changing.py).
+An update of k microbatches takes the time of a step with k accumulation steps. Each further
+iteration of the accumulation loop adds the same time, so a few programs serve all k: steps of up to
+four microbatches are compiled, and the times of longer steps are interpolated or extrapolated from
+compiled steps of four and eight. At sixteen microbatches the extrapolated time is within 0.01 % of
+that of the compiled step (tests/plan/test_changing.py).
 """
 
 import contextlib
@@ -11,42 +12,35 @@ import dataclasses
 import itertools
 import math
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ml_collections import ConfigDict
-
-from lamb_tpu.config import base_config
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, shown
+from lamb_tpu.files import buckets
 from lamb_tpu.plan.cache import Cache
 from lamb_tpu.plan.making import loader, make_plan
-from lamb_tpu.plan.report import Along, Plan, Row
-from lamb_tpu.plan.totals import work_of
+from lamb_tpu.plan.options import check_batch
+from lamb_tpu.plan.report import Plan
+from lamb_tpu.plan.stages import Along, BatchRow
+from lamb_tpu.plan.totals import Stretch, evaluations, work_of
 from lamb_tpu.run import batches
 from lamb_tpu.run.build import prepare
 from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.spec import Config, Spec, parse
 from lamb_tpu.store.metrics import read_records
 
-# More microbatches lie on the line through these two.
+# Numbers of microbatches: the times of longer steps than the first follow linearly from these two.
 _LINE = (4, 8)
 
 
-class Stretch(NamedTuple):
-    """Updates of one batch size, or of one on average; both numbers may be fractions."""
-
-    updates: float
-    examples: float
-
-
-def changes(config: ConfigDict) -> bool:
-    """Returns whether the batch of a config changes."""
+def changes(config: Spec) -> bool:
+    """Returns whether the batch size changes during a run of a config."""
     return batches.check_rule(config)[0] is not None
 
 
 def make_changing_plan(
-    config: ConfigDict,
+    config: Config,
     name: str,
     waiting: Callable[[str], Any] = contextlib.nullcontext,
     examples: int | None = None,
@@ -54,79 +48,87 @@ def make_changing_plan(
     batches_of: str | None = None,
     gbps: float | None = None,
 ) -> Plan:
-    """Compiles steps of a config whose batch changes; returns the plan of its run.
+    """Compiles steps of several batch sizes; returns the plan of a run in which the batch size changes.
 
-    Memory, collectives and the time of a step are those of the largest step that is compiled, of at
-    most eight microbatches. Statistics of gradients are left out.
+    Memory, collectives and step time describe the largest compiled step, which has at most eight
+    microbatches. The cost of gradient statistics is not included.
 
     Args:
-      config, name, waiting, examples, cache: see `making.make_plan`.
-      batches_of: folder of a run whose batches are taken, stretched to the examples of this one; a
-        rule that decides during the run needs it.
-      gbps: see `making.make_plan`.
+      config, name, waiting, examples, cache, gbps: see `making.make_plan`.
+      batches_of: folder of a run: the plan uses the batch sizes of that run, and scales its numbers
+        of updates to the examples of the planned run. Required for a rule that chooses batches
+        during the run.
 
     Raises:
-      UserError: see `making.make_plan`; or `batches_of` is missing, has no meaning, or holds no run
-        whose batch changed.
+      UserError: see `making.make_plan`; or `batches_of` is missing, has no effect, or is not the
+        folder of a run in which the batch size changed.
     """
+    config = parse(config)
+    check_batch(config.batch_size)
     devices = topology_lib.devices(topology_lib.topology(name))
     run = prepare(config, None, devices, load=loader(config, examples))
-    path = _path(run.recipe, config, batches_of)
-    size = batches.quantum(config)
-    found: dict[int, Plan] = {}
+    path = _path(run.recipe, config.batch_rule.name, batches_of)
+    size = batches.granularity(config)
+    plans: dict[int, Plan] = {}
     for count in sorted(_counts(path, size)):
-        found[count] = make_plan(
-            at_microbatches(config, count, run.recipe), name, waiting, examples, cache, gbps
-        )
-        if not found[count].fits:
-            return found[count]
-    last = max(found)
-    rows = _rows(path, size, found)
+        constant = at_microbatches(config, count, run.recipe)
+        plans[count] = make_plan(constant, name, waiting, examples=examples, cache=cache, gbps=gbps)
+        if not plans[count].fits:
+            return plans[count]
+    last = max(plans)
+    rows = _rows(path, size, plans)
     work = work_of(run)._replace(
         updates=round(sum(row.updates for row in rows)),
-        # An evaluation is priced by the step whose plan this is.
+        # The time of an evaluation is derived from the step whose plan is returned.
         batch_size=last * size,
-        evaluations=_evaluations(path, run.recipe),
+        evaluations=evaluations(path, run.recipe.eval_every * run.recipe.batch_size),
     )
     return dataclasses.replace(
-        found[last],
+        plans[last],
         work=work,
         recipe=run.recipe,
         other_batch=None,
         along=Along(size, rows),
-        compile_seconds=sum(plan.compile_seconds for plan in found.values()),
+        compile_seconds=sum(plan.compile_seconds for plan in plans.values()),
     )
 
 
-def at_microbatches(config: ConfigDict, count: int, recipe: Recipe) -> ConfigDict:
-    """Returns the config at one batch of so many microbatches.
+def at_microbatches(config: Spec, count: int, recipe: Recipe) -> Spec:
+    """Returns the config with a constant batch of `count` microbatches and a constant schedule.
 
-    The schedule is constant: a step takes the same time at any rate, and a warm-up in updates might
-    be longer than a run of so few.
+    The learning rate does not affect the time of a step, and a warm-up in updates could be longer
+    than this run.
     """
-    changed = config.copy_and_resolve_references()
-    changed.batch_rule = ConfigDict()
-    changed.schedule = base_config().schedule
-    changed.batch_size, changed.accumulation_steps = batches.quantum(config) * count, count
-    changed.duration = f"{recipe.base_steps * recipe.batch_size} examples"
-    return changed
+    default = Spec()
+    return dataclasses.replace(
+        config,
+        batch_rule=default.batch_rule,
+        schedule=default.schedule,
+        batch_size=batches.granularity(config) * count,
+        accumulation_steps=count,
+        duration=f"{recipe.base_steps * recipe.batch_size} examples",
+    )
 
 
-def _path(recipe: Recipe, config: ConfigDict, batches_of: str | None) -> list[Stretch]:
+def _path(recipe: Recipe, rule_name: str, batches_of: str | None) -> list[Stretch]:
     assert recipe.path is not None  # the batch changes
-    rule = f"config.batch_rule.name is {config.batch_rule.name!r}"
     if recipe.decides:
         if batches_of is None:
             raise UserError(
-                f"{rule}, which decides during the run; give --batches-of=WORKDIR, the folder of a "
-                "run whose batches are to be taken"
+                "config.batch_rule.name",
+                rule_name,
+                "chooses its batches during the run",
+                "give --batches-of=WORKDIR: the plan then uses the batches of the run in that folder",
             )
         return recorded(batches_of, recipe.path.total)
     if batches_of is not None:
         raise UserError(
-            f"--batches-of is {batches_of!r}, and {rule}, whose batches are known; leave it out"
+            "--batches-of",
+            batches_of,
+            f"has no effect: config.batch_rule.name={rule_name!r} fixes its batches in advance",
+            "leave it out",
         )
-    firsts = [first for first, _ in recipe.path.pieces]
+    firsts = [first for first, _ in recipe.path.segments]
     return [
         Stretch(end - first, recipe.path.examples(end) - recipe.path.examples(first))
         for first, end in zip(firsts, [*firsts[1:], recipe.path.updates], strict=True)
@@ -134,70 +136,62 @@ def _path(recipe: Recipe, config: ConfigDict, batches_of: str | None) -> list[St
 
 
 def recorded(workdir: str | os.PathLike[str], total: int) -> list[Stretch]:
-    """Returns the updates between the records of a run, stretched to `total` examples.
+    """Returns the stretches between the records of a run, scaled to `total` examples in all.
 
     Raises:
-      UserError: the folder holds no run whose batch changed.
+      UserError: the folder has no records of a run in which the batch size changed.
     """
-    records = read_records(pathlib.Path(workdir) / "metrics.jsonl", "train")
+    records = read_records(buckets.parse(workdir, "--batches-of") / "metrics.jsonl", "train")
     if not records or "examples" not in records[-1]:
         raise UserError(
-            f"--batches-of is {str(workdir)!r}, a run whose batch did not change; give the folder "
-            "of one with config.batch_rule"
+            "--batches-of",
+            str(workdir),
+            "records only one batch size",
+            "give a run with config.batch_rule",
         )
-    places = [(0, 0), *((record["step"], record["examples"]) for record in records)]
-    factor = total / places[-1][1]
+    positions: list[tuple[Any, Any]] = [
+        (0, 0),
+        *((record.get("step"), record.get("examples")) for record in records),
+    ]
+    for (before, seen), (step, examples) in itertools.pairwise(positions):
+        are_counts = all(type(each) is int and each < 2**63 for each in (step, examples))
+        if not are_counts or not step > before or not examples > seen:
+            raise UserError(
+                "--batches-of",
+                str(workdir),
+                f"has records that do not increase: after update {before} with {seen} examples "
+                f"comes update {shown(step)} with {shown(examples)} examples",
+                "give the folder of another run",
+            )
+    factor = total / positions[-1][1]
     return [
         Stretch((step - before) * factor, (examples - seen) * factor)
-        for (before, seen), (step, examples) in itertools.pairwise(places)
+        for (before, seen), (step, examples) in itertools.pairwise(positions)
     ]
 
 
 def _counts(path: Sequence[Stretch], size: int) -> set[int]:
-    """The numbers of microbatches whose steps are compiled."""
-    found: set[int] = set()
-    for updates, examples in path:
-        count = examples / updates / size
-        near = {max(1, math.floor(count)), math.ceil(count)}
-        found |= set(_LINE) if count > _LINE[0] else near
-    return found
+    """Returns the numbers of microbatches for which a step is compiled."""
+    return {end for updates, examples in path for end in _ends(examples / updates / size)}
 
 
-def _rows(path: Sequence[Stretch], size: int, found: Mapping[int, Plan]) -> tuple[Row, ...]:
-    """The stretches with the times of their updates; without times if a program has none."""
+def _ends(count: float) -> tuple[int, int]:
+    """Returns the numbers of microbatches of the two compiled steps that give the time at `count`."""
+    return _LINE if count > _LINE[0] else (max(1, math.floor(count)), math.ceil(count))
+
+
+def _rows(path: Sequence[Stretch], size: int, plans: Mapping[int, Plan]) -> tuple[BatchRow, ...]:
+    """Returns a row for each stretch, with the times of an update; these are None if a time is unknown."""
     rows = []
     for updates, examples in path:
         count = examples / updates / size
-        if count > _LINE[0]:
-            low, high = _LINE
-        else:
-            low, high = max(1, math.floor(count)), math.ceil(count)
-        part = (count - low) / (high - low) if high > low else 0.0
-        times = [found[each].times for each in (low, high)]
+        low, high = _ends(count)
+        weight = (count - low) / (high - low) if high > low else 0.0
+        times = [plans[each].times for each in (low, high)]
         compute = network = None
         if times[0] is not None and times[1] is not None:
             pairs = list(zip(*times, strict=True))
-            compute = tuple(a.compute + part * (b.compute - a.compute) for a, b in pairs)
-            network = tuple(a.exposed + part * (b.exposed - a.exposed) for a, b in pairs)
-        rows.append(Row(updates, examples, compute, network))
+            compute = tuple(a.compute + weight * (b.compute - a.compute) for a, b in pairs)
+            network = tuple(a.exposed + weight * (b.exposed - a.exposed) for a, b in pairs)
+        rows.append(BatchRow(updates, examples, compute, network))
     return tuple(rows)
-
-
-def _evaluations(path: Sequence[Stretch], recipe: Recipe) -> int:
-    """Number of evaluations: an update that reaches several of their places has one."""
-    every, place, found = recipe.eval_every * recipe.batch_size, 0.0, 0.0
-    for updates, examples in path:
-        passed = times_passed(place + examples, every) - times_passed(place, every)
-        place, found = place + examples, found + min(updates, passed)
-    # The last update is evaluated in any case.
-    last = place - path[-1].examples / path[-1].updates
-    return round(found) + (times_passed(place, every) == times_passed(last, every))
-
-
-def times_passed(place: float, every: float) -> int:
-    """Returns the multiples of `every` above 0 up to `place`.
-
-    >>> times_passed(29.9, 10), times_passed(30, 10)
-    (2, 3)
-    """
-    return math.floor(place / every + 1e-9)

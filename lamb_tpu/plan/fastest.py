@@ -1,47 +1,40 @@
-"""The fastest layout of a recipe's step on a slice: `--find=fastest`.
+"""Search for the fastest layout of a recipe's step on a slice: `--find=fastest`.
 
-A layout is how the same update of the same batch is computed: under jit or shard_map, in
-microbatches, with what is recomputed, with scanned layers, with what is split over which axes. Two
-of them change more than the speed. Scanned layers draw other initial weights and masks of dropout
-than unrolled ones, and bfloat16 gradients are rounded before they are added up.
+A layout is a way to compute the same update of the same batch: the backend, microbatches,
+recomputation, scanned layers, sharded state, gradient dtype and mesh axes. Two of these change more
+than the speed. Scanned layers draw other initial weights and dropout masks than unrolled layers, and
+bfloat16 gradients are rounded before they are summed.
 
-What would change the mathematics is left alone: the size of BatchNorm's groups, and microbatches
-where a group is the whole batch. Nor are rules made up: the mesh axis 'model' is tried where
-config.parallel.rules split something over it.
+The search does not vary what would change the mathematics: the size of BatchNorm groups, and the
+number of microbatches if a group is the full batch. It adds no sharding rules, so it tries the mesh
+axis 'model' only if config.parallel.rules shard parameters over this axis.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
-
-from ml_collections import ConfigDict
 
 from lamb_tpu import terminal
 from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.cost.topology import Topology
-from lamb_tpu.errors import UserError
 from lamb_tpu.plan.trials import HEAD, Answer, Trial, Trials, table
-from lamb_tpu.plan.variants import Variants, changed, differences, flag
-from lamb_tpu.run import overrides
+from lamb_tpu.plan.variants import Variants, differences, flag
+from lamb_tpu.run.categories import REGISTRIES
+from lamb_tpu.spec import Component, changed
 
 ACCUMULATION = (1, 2, 4, 8, 16)
 REMATS = ("none", "dots", "full")
 _AXES = (1, 2, 4)  # sizes of the axes 'model' and 'sequence'
 
 
-class Layout(NamedTuple):
-    """A layout that was tried.
-
-    Attributes:
-      changes: the keys in which it differs from the config as given.
-      trial: the outcome.
-    """
+class TriedLayout(NamedTuple):
+    """A layout that was tried, with the keys in which it differs from the config as given."""
 
     changes: dict[str, Any]
     trial: Trial
 
     @property
     def label(self) -> str:
-        """The changes as text, without the rules that belong to scanned layers."""
+        """The changes as text, without the optimizer's rules, which change with `scan_layers`."""
         shown = [
             f"{key.removesuffix('.name').rpartition('.')[2]}={value}"
             for key, value in self.changes.items()
@@ -51,53 +44,54 @@ class Layout(NamedTuple):
 
 
 def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]]]:
-    """Returns what is searched: for each dimension its values, as changes of the config."""
+    """Returns the values of each dimension of the search, as changes of the config."""
     config = variants.config
-    found: list[list[dict[str, Any]]] = [
+    searched: list[list[dict[str, Any]]] = [
         [{"parallel.backend": name} for name in ("jit", "shard_map")]
     ]
-    if not _normalizes_batch(config):
-        found.append([{"accumulation_steps": steps} for steps in ACCUMULATION])
-    if _has(config, "model.remat"):
-        found.append([{"model.remat": name} for name in REMATS])
-    if _has(config, "model.scan_layers"):
-        # The recipe's argument brings the rules that give each stacked layer a ratio of its own.
+    fields = REGISTRIES["model"].keys_of(config.model.name)
+    if not _normalizes_batch(config.model, fields):
+        searched.append([{"accumulation_steps": steps} for steps in ACCUMULATION])
+    if "remat" in fields:
+        searched.append([{"model.remat": name} for name in REMATS])
+    if "scan_layers" in fields:
+        # The recipe's argument also sets the rules that give each stacked layer its trust ratio.
         scanned = variants.by_argument("scan=true")
-        found.append(
+        searched.append(
             [
                 {"model.scan_layers": False},
                 scanned if scanned.get("model.scan_layers") else {"model.scan_layers": True},
             ]
         )
-    whole: dict[str, Any] = {"parallel.optimizer_state": "replicated"}
-    split: dict[str, Any] = {"parallel.optimizer_state": "zero1"}
-    found.append(
+    replicated: dict[str, Any] = {"parallel.optimizer_state": "replicated"}
+    sharded: dict[str, Any] = {"parallel.optimizer_state": "zero1"}
+    searched.append(
         [
-            whole,
-            split,
+            replicated,
+            sharded,
             *(
-                # The state's gathers then stay on a chip, or in a row of the torus.
-                split | {"mesh.data": -1, "mesh.fsdp": size}
+                # All-gathers of the state then run within a chip, or within a row of the torus.
+                sharded | {"mesh.data": -1, "mesh.fsdp": size}
                 for size in _rows(slice_)
             ),
         ]
     )
-    found.append(
+    searched.append(
         [
             {"parallel.exchange.name": "float32"},
-            # Under jit the compiler chooses the dtype.
+            # Needs shard_map, because under jit the compiler chooses the dtype.
             {"parallel.exchange.name": "bfloat16", "parallel.backend": "shard_map"},
         ]
     )
     if any("model" in rule[1] for rule in config.parallel.rules):
-        found.append([_split("model", size) for size in _AXES])
-    if _has(config, "model.num_heads"):
-        found.append([_split("sequence", size) for size in _AXES])
-    return found
+        searched.append([_split("model", size) for size in _AXES])
+    if "num_heads" in fields:
+        searched.append([_split("sequence", size) for size in _AXES])
+    return searched
 
 
 def _split(axis: str, size: int) -> dict[str, Any]:
-    """Returns the changes for a mesh axis besides the batch's, which shard_map does not split."""
+    """Returns the changes that add a mesh axis, which needs jit: shard_map shards only the batch."""
     changes: dict[str, Any] = {"mesh.data": -1, f"mesh.{axis}": size}
     return changes | {"parallel.backend": "jit"} if size > 1 else changes
 
@@ -108,20 +102,16 @@ def most(variants: Variants, slice_: Topology) -> int:
 
 
 def find(variants: Variants, topology: str, trials: Trials) -> Answer:
-    """Returns the fastest layout that fits, and the table of those that were tried.
+    """Returns the fastest layout that fits, with a table of all layouts that were tried.
 
-    One dimension after the other is searched, with the others at the best so far.
-
-    Args:
-      variants: the recipe.
-      topology: name of the slice.
-      trials: makes the plans, at most `most`.
+    Varies one dimension at a time, with the best values so far in all other dimensions. `trials`
+    makes at most `most` plans on the slice named `topology`.
 
     Raises:
-      UserError: the config as given is refused.
+      UserError: the config as given is rejected.
     """
     given = variants.config
-    tried = [Layout({}, trials.first(given, topology, "the config as given"))]
+    tried = [TriedLayout({}, trials.first(given, topology, "the config as given"))]
     best, config = tried[0], given
     for values in dimensions(variants, topology_lib.topology(topology)):
         base = config
@@ -130,14 +120,14 @@ def find(variants: Variants, topology: str, trials: Trials) -> Answer:
             changes = differences(given, candidate)
             if any(changes == layout.changes for layout in tried):
                 continue
-            label = Layout(changes, best.trial).label
-            tried.append(Layout(changes, trials.make(candidate, topology, label)))
+            label = TriedLayout(changes, best.trial).label
+            tried.append(TriedLayout(changes, trials.make(candidate, topology, label)))
             if tried[-1].trial.expected < best.trial.expected:
                 best, config = tried[-1], candidate
     return _answer(topology, tried, best)
 
 
-def _answer(topology: str, tried: list[Layout], best: Layout) -> Answer:
+def _answer(topology: str, tried: list[TriedLayout], best: TriedLayout) -> Answer:
     rows = []
     for layout in tried:
         cells = layout.trial.cells()
@@ -154,7 +144,7 @@ def _answer(topology: str, tried: list[Layout], best: Layout) -> Answer:
     else:
         line = f"the fastest layout on {topology}: {fastest.describe()}, {gain(first, fastest)}"
     lines = [table((*HEAD, "layout"), rows, right=(1,)), terminal.fit(line)]
-    # Flags are copied, so they are not wrapped.
+    # Do not wrap the flags: users copy them.
     lines += ["add " + " ".join(flags)] if flags else []
     return Answer(
         "\n".join(lines),
@@ -170,45 +160,37 @@ def _answer(topology: str, tried: list[Layout], best: Layout) -> Answer:
 
 
 def gain(first: Trial, fastest: Trial) -> str:
-    """Returns what a layout gains over the config as given, and how sure that is."""
+    """Describes how much faster a layout is than the config as given, and how certain that is."""
     if first.step_seconds is None or fastest.step_seconds is None or not first.fits:
-        return "where the config as given does not fit"
+        return "and the config as given does not fit"
     saved = first.expected - fastest.expected
     text = (
         f"{1e3 * saved:.3g} ms ({100 * saved / first.expected:.2g} %) less than the config as given"
     )
     if fastest.step_seconds[2] < first.step_seconds[0]:
         return text
-    # Both intervals are made of the same three sets of the network's constants.
+    # Both intervals come from the same three sets of constants, so compare bound by bound.
     always = all(
         ours < theirs for ours, theirs in zip(fastest.step_seconds, first.step_seconds, strict=True)
     )
-    return f"{text}, a gain inside the network's interval" + (
-        ", but at both of its ends too" if always else ""
+    return f"{text}; the two intervals overlap" + (
+        ", but this layout is also faster at both ends" if always else ""
     )
 
 
 def _rows(slice_: Topology) -> Iterator[int]:
-    """Yields the devices of a chip and of a row of the torus, where they are some but not all."""
+    """Yields the number of devices of a chip and of a torus row, unless it is 1 or all devices."""
     cores = slice_.generation.devices
     for size in dict.fromkeys((cores, cores * slice_.shape[0])):
         if 1 < size < slice_.num_devices:
             yield size
 
 
-def _has(config: ConfigDict, key: str) -> bool:
-    try:
-        overrides.kind_of(config, key)
-    except UserError:
-        return False
-    return True
+def _normalizes_batch(model: Component, fields: Collection[str]) -> bool:
+    """Returns whether BatchNorm normalizes over the full batch, which microbatches would change.
 
-
-def _normalizes_batch(config: ConfigDict) -> bool:
-    """Returns whether BatchNorm's groups are the whole batch, so of a microbatch other ones."""
-    if not _has(config, "model.group_size"):
-        return False
-    fields: Mapping[str, Any] = config.model
-    # The dense network has BatchNorm only where it is asked for.
-    has_norm = fields.get("batch_norm", not _has(config, "model.batch_norm"))
-    return bool(has_norm) and fields.get("group_size") is None
+    `fields` has the names of all fields of this type of model.
+    """
+    # A model with the field batch_norm, such as the dense network, has BatchNorm only if it is set.
+    has_norm = model.fields.get("batch_norm", "batch_norm" not in fields)
+    return "group_size" in fields and bool(has_norm) and model.fields.get("group_size") is None

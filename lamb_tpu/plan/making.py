@@ -1,4 +1,4 @@
-"""A plan, made by compiling the training step of a config for a slice."""
+"""Makes a plan by compiling the training step of a config for a slice."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from ml_collections import ConfigDict
 
 from lamb_tpu import data
 from lamb_tpu.cost import hlo, network, traffic
@@ -20,20 +19,22 @@ from lamb_tpu.cost.calibrated import CALIBRATED
 from lamb_tpu.cost.hosts import HostNetwork, hosts
 from lamb_tpu.cost.network import Network
 from lamb_tpu.cost.timeline import Timeline
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, reason
 from lamb_tpu.plan import guard
 from lamb_tpu.plan import stages as stages_lib
-from lamb_tpu.plan.cache import Cache, Compiled, key_of
-from lamb_tpu.plan.report import Memory, Plan, Traffic
+from lamb_tpu.plan.cache import Cache, Compiled, Memory, key_of
+from lamb_tpu.plan.options import check_batch
+from lamb_tpu.plan.report import Plan, Traffic
 from lamb_tpu.plan.totals import work_of
 from lamb_tpu.run import recipe
 from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.spec import Config, Spec, parse
 
 T = TypeVar("T")
 
 
 def make_plan(
-    config: ConfigDict,
+    config: Config,
     name: str,
     waiting: Callable[[str], Any] = contextlib.nullcontext,
     examples: int | None = None,
@@ -42,33 +43,37 @@ def make_plan(
 ) -> Plan:
     """Compiles the training step of a config for a slice.
 
-    A run whose exchange or optimizer has several stages has a step for each. The plan is then of
-    the step of most updates, and its totals are of all.
+    If the exchange or optimizer has several stages, the step of each stage is compiled. The plan
+    then describes the stage with the most updates; its totals cover all stages.
 
-    After this call JAX runs on the CPU alone.
+    After this call JAX runs only on the CPU.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
       name: name of the slice, such as 'v3-2048'.
-      waiting: makes a context from a text that says what is being waited for; the context is
-        entered while waiting.
+      waiting: maps a message to a context manager, which is active during a compilation.
       examples: number of training examples, see `data.load_shapes`.
-      cache: where compiled programs are kept; None keeps none.
-      gbps: rate of the only link of each host, in 10^9 bits a second; None: the slice's own
-        network.
+      cache: cache of compiled programs.
+      gbps: rate of a host's link in 10^9 bits per second, if each host has one link to all other
+        hosts; None: the network of the slice.
 
     Raises:
-      UserError: the config has a mistake, the name is unknown, or the TPU compiler is missing or
+      UserError: the config has an error, the name is unknown, or the TPU compiler is missing or
         fails.
     """
     cache = cache or Cache(None)
-    # Before `prepare`: this keeps JAX on the CPU, which must be settled before JAX uses a device.
+    config = parse(config)
+    check_batch(config.batch_size)
+    # Call this before `prepare`: it restricts JAX to the CPU, which only works before JAX first
+    # uses a device.
     devices = topology_lib.devices(topology_lib.topology(name))
     run = prepare(config, None, devices, load=loader(config, examples))
     if run.recipe.path is not None:
         raise UserError(
-            f"config.batch_rule.name is {config.batch_rule.name!r}, and this plan is of one batch "
-            "size; leave config.batch_rule empty, or plan the run with --topology alone"
+            "config.batch_rule.name",
+            config.batch_rule.name,
+            "changes the batch, but this command plans one batch size",
+            "leave config.batch_rule empty, or give --topology without --find and --batches",
         )
     stages = stages_lib.stages_of(run)
     plans = dict[stages_lib.Stage, Plan]()
@@ -79,14 +84,14 @@ def make_plan(
     most = plans[max(stages, key=lambda stage: stages[stage][1])]
     if len(stages) == 1:
         return most
-    told = stages_lib.names(list(stages))
+    names = stages_lib.names(list(stages))
     return dataclasses.replace(
         most,
         compile_seconds=sum(plan.compile_seconds for plan in plans.values()),
         is_cached=all(plan.is_cached for plan in plans.values()),
         stages=tuple(
             stages_lib.row(each, stages[stage][1], plans[stage].times)
-            for each, stage in zip(told, stages, strict=True)
+            for each, stage in zip(names, stages, strict=True)
         ),
     )
 
@@ -100,26 +105,22 @@ def _of_step(
     cache: Cache,
     gbps: float | None,
 ) -> Plan:
-    """Compiles the step of the stage of an update; see `make_plan`."""
-    slice_, config = topology_lib.topology(name), run.config
-    calibration = CALIBRATED.for_generation(slice_.version)
+    """Compiles the step that makes update number `update`; see `make_plan`."""
+    slice_, config = topology_lib.topology(name), run.spec
     lowered = run.make_train_step(update).lower(run.abstract_state, run.abstract_batch())
-    places = network.places(run.mesh.devices.flat)
-    key = key_of(lowered.as_text(), places, slice_.compiler_options())
-    kept = cache.load(key)
+    coordinates = network.places(run.mesh.devices.flat)
+    key = key_of(lowered.as_text(), coordinates, slice_.compiler_options())
+    cached = cache.load(key)
     if key in guard.crashed:
-        raise UserError(f"the TPU compiler crashes on this step for {name}")
-    if kept is None:
-        with (
-            guard.compiling(key),
-            waiting(
-                f"compiling the training step for {len(devices):,} devices; large models take minutes"
-            ),
-        ):
+        raise UserError(f"the training step for {name}", problem="crashes the TPU compiler")
+    compiled = cached
+    if compiled is None:
+        text = (
+            f"compiling the training step for {len(devices):,} devices; large models take minutes"
+        )
+        with guard.compiling(key), waiting(text):
             compiled = _compile(lowered, name)
         cache.store(key, compiled, config, slice_.name)
-    else:
-        compiled = kept
     fits, known = compiled.memory is not None, cache.batches(config, slice_.name)
     plan = Plan(
         topology=slice_,
@@ -128,99 +129,101 @@ def _of_step(
         batch_size=config.batch_size,
         backend=config.parallel.backend,
         compile_seconds=compiled.seconds,
-        is_cached=kept is not None,
+        is_cached=cached is not None,
         fits=fits,
         needed=_needed(compiled.message),
         message=compiled.message,
         leaves=run.leaves.line(),
-        calibration=calibration,
+        calibration=CALIBRATED.for_generation(slice_.version),
         other_batch=_other_batch(config.batch_size, fits, known),
+        model_flops=run.model_flops / len(devices) if run.model_flops and fits else None,
         work=work_of(run),
         recipe=run.recipe,
     )
+    fabric = (
+        Network(slice_, coordinates)
+        if gbps is None
+        else HostNetwork(slice_, coordinates, hosts(run.mesh.devices.flat), gbps)
+    )
+    return _measured(plan, compiled, fabric)
+
+
+def _measured(plan: Plan, compiled: Compiled, fabric: Network) -> Plan:
+    """Adds the numbers of the compiled program to a plan, if the program fits.
+
+    The text format of HLO is not stable. If a number cannot be read, the plan has a note instead.
+    """
     if compiled.memory is None:
         return plan
-    memory, notes = Memory(**compiled.memory), list[str]()
-    # The text of HLO is no stable format. A plan that lacks one number, with a note why, is still
-    # of use.
-    text = compiled.program
+    memory, text, notes = compiled.memory, compiled.program, list[str]()
     cost = _read(hlo.program_cost, text, notes)
-    fabric = (
-        Network(slice_, places)
-        if gbps is None
-        else HostNetwork(slice_, places, hosts(run.mesh.devices.flat), gbps)
-    )
     plan = dataclasses.replace(plan, network=fabric, program=text)
-    times = _read(lambda _: plan.timelines(calibration.each), text, notes)
+    times = _read(lambda _: plan.timelines(plan.calibration.each), text, notes)
     return dataclasses.replace(
         plan,
         needed=memory.peak,
         memory=memory,
         flops=_read(hlo.program_flops, text, notes),
-        model_flops=run.model_flops and run.model_flops / len(devices),
         cycles=cost and cost.cycles,
         times=times,
         collectives=None if times is None else _traffic(times[1], fabric),
-        # Several readers can fail for one reason, which is told once.
+        # Several readers can fail for the same reason; report it once.
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
 def release() -> None:
-    """Gives memory of compiled steps back to the system.
+    """Returns the memory of compiled steps to the system; call it after each of many plans.
 
-    A process that plans many steps calls it after each: the C library keeps what the TPU compiler
-    frees, which for a dozen steps of BERT-Large was 24 GB.
+    The C library holds on to memory that the TPU compiler frees: 24 GB after a dozen steps of
+    BERT-Large.
     """
     jax.clear_caches()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def loader(config: ConfigDict, examples: int | None) -> Callable[..., data.Source]:
-    """Returns a function like `data.load` that needs no files; `examples` as in `make_plan`."""
+def loader(config: Spec, examples: int | None) -> Callable[..., data.Source]:
+    """Returns a replacement for `data.load` that needs no files; for `examples` see `make_plan`."""
     return functools.partial(
         data.load_shapes, examples=examples, counted_by=recipe.in_epochs(config)
     )
 
 
 def _compile(lowered: jax.stages.Lowered, name: str) -> Compiled:
-    """Compiles a step; one that does not fit has the compiler's out-of-memory message.
-
-    Raises:
-      UserError: the compiler fails for another reason.
-    """
+    """Compiles a step; if it does not fit, the result has the compiler's out-of-memory message."""
     start = time.monotonic()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        # A step that does not fit is a result of planning, not a failure.
+        # A step that does not fit is a valid plan, not an error.
         if "RESOURCE_EXHAUSTED" in str(error):
             return Compiled(round(time.monotonic() - start, 1), str(error), None, "")
         raise UserError(
-            f"the TPU compiler fails on this step for {name} ({' '.join(str(error).split())[:300]})"
-            "; change the mesh, config.parallel.backend or the model's options, or install another "
-            "libtpu"
+            f"the training step for {name}",
+            problem=f"fails in the TPU compiler ({reason(error)[:300]})",
+            remedy="change the mesh, config.parallel.backend or the model's options, or install "
+            "another libtpu",
         ) from error
     seconds = round(time.monotonic() - start, 1)
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     assert sizes is not None and text is not None  # the TPU compiler returns both
     memory = Memory(
-        sizes.argument_size_in_bytes,
-        sizes.output_size_in_bytes,
-        sizes.alias_size_in_bytes,
-        sizes.temp_size_in_bytes,
-        sizes.generated_code_size_in_bytes,
-        sizes.peak_memory_in_bytes,
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        program=sizes.generated_code_size_in_bytes,
+        peak=sizes.peak_memory_in_bytes,
     )
-    return Compiled(seconds, "", dataclasses.asdict(memory), text)
+    return Compiled(seconds, "", memory, text)
 
 
 def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
-    """Returns the sums over the collectives of a schedule, largest traffic first."""
+    """Returns the traffic of a schedule by type of collective, largest first."""
     rows = traffic.table(event.collective for event in schedule.events)
-    found = []
+    sums = []
     for row in rows:
         events = [
             event
@@ -230,20 +233,20 @@ def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
         ]
         first = events[0].collective
         route = fabric.route(first.groups, first.kind == "collective-permute")
-        found.append(
+        sums.append(
             Traffic(
-                row,
-                sum(event.seconds for event in events),
-                sum(event.exposed for event in events),
-                route,
-                events[0].algorithm,
+                row=row,
+                seconds=sum(event.seconds for event in events),
+                exposed=sum(event.exposed for event in events),
+                route=route,
+                algorithm=events[0].algorithm,
             )
         )
-    return tuple(found)
+    return tuple(sums)
 
 
 def _other_batch(batch: int, fits: bool, known: dict[int, bool]) -> int | None:
-    """Returns the nearest known batch that fits: a larger one, or a smaller one if ours does not.
+    """Returns the next larger batch known to fit, or the next smaller if `batch` does not fit.
 
     >>> known = {64: True, 128: True, 256: True, 512: False}
     >>> _other_batch(128, True, known), _other_batch(256, True, known)
@@ -251,10 +254,10 @@ def _other_batch(batch: int, fits: bool, known: dict[int, bool]) -> int | None:
     >>> _other_batch(512, False, known)
     256
     """
-    fitting: Sequence[int] = sorted(size for size in known if known[size])
+    fitting = [size for size in known if known[size]]
     if fits:
-        return next((size for size in fitting if size > batch), None)
-    return next((size for size in reversed(fitting) if size < batch), None)
+        return min((size for size in fitting if size > batch), default=None)
+    return max((size for size in fitting if size < batch), default=None)
 
 
 def _needed(message: str) -> float | None:
@@ -264,13 +267,15 @@ def _needed(message: str) -> float | None:
     25769803776.0
     >>> _needed("Used 16.50G of 15.48G hbm. Exceeded hbm capacity by 1.02G.")
     17716740096.0
+    >>> _needed("HLO temporaries (1.50P) exceeds available HBM") == 1.5 * 2**50
+    True
     """
-    found = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT]?)", message)
-    return float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")) if found else None
+    match = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGTPE]?)", message)
+    return float(match[1]) * 2 ** (10 * " KMGTPE".index(match[2] or " ")) if match else None
 
 
 def _read(reader: Callable[[str], T], text: str, notes: list[str]) -> T | None:
-    """Returns what `reader` reads from HLO; if it fails, returns None and adds a note."""
+    """Applies `reader` to HLO text; if it fails, returns None and adds a note."""
     try:
         return reader(text)
     except ValueError as error:

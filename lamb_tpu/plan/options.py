@@ -1,35 +1,33 @@
-"""The options of `lamb_tpu.plan` that say what is planned, checked before anything compiles."""
+"""Checks of the options of `lamb_tpu.plan`, before anything is compiled."""
 
 import dataclasses
-import math
 import re
-
-from ml_collections import ConfigDict
 
 from lamb_tpu import cli
 from lamb_tpu.cost import topology as topology_lib
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed, out_of_range, shown
+from lamb_tpu.spec import Spec
+
+# Examples. A step has the indices of its examples as a constant, which the compiler copies.
+MAX_BATCH = 2**24
+MAX_ROWS = 100  # values of --batches or --topologies; each may take minutes to compile
+MAX_PRICE = 1e9
+GBPS = 1e-3, 1e5  # from a modem to a hundred times the fastest link
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Kind of answer that the options ask for, with its slices and batches.
+class PlanRequest:
+    """The type of answer that the options ask for, with its slices and batches."""
 
-    Attributes:
-      kind: 'plan', 'batch', 'fastest', 'advice' or 'curves'.
-      topologies: names of the slices; one but for 'curves'.
-      batches: the batches of 'advice'.
-      measured: seconds of measured runs by slice, of 'curves'.
-    """
-
-    kind: str
-    topologies: tuple[str, ...]
-    batches: tuple[int, ...] = ()
+    kind: str  # 'plan', 'batch', 'fastest', 'advice' or 'curves'
+    topologies: tuple[str, ...]  # names of the slices; several only for 'curves'
+    batches: tuple[int, ...] = ()  # the batches, for 'advice'
+    # Seconds of measured runs by slice, for 'curves'.
     measured: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def check(
-    config: ConfigDict,
+    config: Spec,
     topology: str | None = None,
     find: str | None = None,
     batches: str | None = None,
@@ -38,20 +36,19 @@ def check(
     price: float | None = None,
     measured: str | None = None,
     html: str | None = None,
-) -> Request:
-    """Returns what the options ask for; each argument is the option of its name.
+) -> PlanRequest:
+    """Checks the command's options, and returns what they ask for.
 
     Raises:
-      UserError: an option is missing, has a wrong value, or excludes another one.
+      UserError: an option is missing, has a wrong value, or excludes another option.
     """
-    kinds = {"--find": find, "--batches": batches, "--topologies": topologies}
-    given = [f"{name}={value}" for name, value in kinds.items() if value]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other; give one of them")
+    types = {"--find": find, "--batches": batches, "--topologies": topologies}
+    given = [(name, value) for name, value in types.items() if value]
     if topology and topologies:
-        raise UserError(
-            f"--topology is {topology!r} and --topologies is {topologies!r}; give one of them"
-        )
+        given = [("--topology", topology), ("--topologies", topologies)]
+    if len(given) > 1:
+        (first, chosen), (second, other) = given[:2]
+        raise UserError(first, chosen, f"excludes {second}={shown(other)}", "give one of the two")
     for name, value, owner, example in (
         ("--workdir", workdir, batches, "--batches=512,1024"),
         ("--price-per-device-hour", price, batches, "--batches=512,1024"),
@@ -59,89 +56,105 @@ def check(
     ):
         if value is not None and not owner:
             option = example.partition("=")[0]
-            raise UserError(
-                f"{name} is {value!r}, which belongs to {option}; add one such as {example}, or "
-                f"leave {name} out"
-            )
-    if html and (find or batches):
-        raise UserError(f"--html is {html!r}, and {given[0]} writes no page; leave one of them out")
+            raise UserError(name, value, f"needs {option}", f"add {example}, or leave {name} out")
     if find or batches:
-        _one_run(config, given[0])
-    if price is not None and not 0 < price < math.inf:
-        raise UserError(f"--price-per-device-hour is {price}; it must be a number above 0")
+        search, chosen = given[0]
+        if html:
+            raise UserError(
+                "--html", html, f"excludes {search}, which writes no page", "give one of the two"
+            )
+        if config.phases:
+            raise UserError(
+                search,
+                chosen,
+                f"plans a single run, but config.phases has {listed(sorted(config.phases), 'and')}",
+                "choose one phase, for example with the argument phase=1 if the config has it",
+            )
+    if price is not None and not 0 < price <= MAX_PRICE:
+        valid = f"a number above 0 and at most {MAX_PRICE:,.0f}"
+        raise out_of_range("--price-per-device-hour", price, valid)
     if topologies:
         names = tuple(dict.fromkeys(topologies.split(",")))
+        _check_rows("--topologies", len(names))
         for name in names:
             _check_topology(name)
-        return Request("curves", names, measured=_measured(measured, names))
+        return PlanRequest("curves", names, measured=_measured(measured, names))
     if not topology:
-        raise UserError("--topology is missing; see --help")
+        raise UserError("--topology", problem="is missing", remedy="see --help")
     topology_lib.topology(topology)
     kind = "advice" if batches else find or "plan"
-    return Request(kind, (topology,), _batches(batches) if batches else ())
+    return PlanRequest(kind, (topology,), _batches(batches) if batches else ())
+
+
+def check_batch(batch_size: int) -> None:
+    """Rejects a config.batch_size for which the compiler would need gigabytes of memory."""
+    if batch_size > MAX_BATCH:
+        raise out_of_range("config.batch_size", batch_size, f"at most {MAX_BATCH:,} in a plan")
 
 
 def check_batches_of(workdir: str | None, changes: bool) -> None:
-    """Refuses --batches-of where no batch changes.
-
-    Raises:
-      UserError: it is given, and `changes` is False.
-    """
+    """Rejects --batches-of for a config with one batch size."""
     if workdir is not None and not changes:
         raise UserError(
-            f"--batches-of is {workdir!r}, and the config has one batch size; give a "
-            "config.batch_rule, or leave it out"
+            "--batches-of", workdir, "needs config.batch_rule", "set it, or leave --batches-of out"
         )
 
 
 def check_gbps(gbps: float | None) -> None:
-    """Refuses a --network-gbps that is no rate.
-
-    Raises:
-      UserError: it is given, and is not above 0, or infinite.
-    """
-    if gbps is not None and not 0 < gbps < math.inf:
-        raise UserError(
-            f"--network-gbps is {gbps:g}; it must be a number above 0, the 10^9 bits a second of a "
-            "host's link, such as 10"
-        )
-
-
-def _one_run(config: ConfigDict, option: str) -> None:
-    if config.phases:
-        raise UserError(
-            f"{option} is for one run, and config.phases has {', '.join(sorted(config.phases))}; "
-            "give one of them, often by the config's argument phase=1"
-        )
+    """Rejects a --network-gbps outside `GBPS`."""
+    low, high = GBPS
+    if gbps is not None and not low <= gbps <= high:
+        valid = f"{low:g} to {high:,.0f} (10^9 bits per second on a host's link), such as 10"
+        raise out_of_range("--network-gbps", gbps, valid)
 
 
 def _batches(text: str) -> tuple[int, ...]:
-    sizes = text.split(",")
+    sizes = list(dict.fromkeys(text.split(",")))
+    _check_rows("--batches", len(sizes))
     for size in sizes:
-        if not re.fullmatch(r"0*[1-9][\d_]*", size):
+        if not re.fullmatch(r"0*[1-9][0-9]*(_[0-9]+)*", size):
             raise UserError(
-                f"--batches is {text!r}, and {size!r} is no batch; give whole numbers of at least "
-                "1 with commas between, such as 512,1024"
+                "--batches",
+                text,
+                f"has {shown(size)}, which is not a batch size",
+                "give whole numbers of at least 1 with commas between, such as 512,1024",
+            )
+        # Check the length first: int() fails for thousands of digits.
+        if len(size) > 40 or int(size) > MAX_BATCH:
+            raise UserError(
+                "--batches", text, "has a batch out of range", f"use at most {MAX_BATCH:,}"
             )
     return tuple(dict.fromkeys(map(int, sizes)))
+
+
+def _check_rows(option: str, count: int) -> None:
+    if count > MAX_ROWS:
+        raise UserError(
+            option,
+            problem=f"has {count:,} values, each of which is compiled",
+            remedy=f"give at most {MAX_ROWS}",
+        )
 
 
 def _check_topology(name: str) -> None:
     try:
         topology_lib.topology(name)
     except UserError as error:
-        raise UserError(str(error).replace("--topology is", "--topologies has", 1)) from None
+        raise UserError("--topologies", *error.args[1:]) from None
 
 
 def _measured(text: str | None, names: tuple[str, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for item in text.split(",") if text else ():
         name, _, time = item.partition("=")
         if name not in names:
             raise UserError(
-                f"--measured has {name!r}, which --topologies has not; it has {', '.join(names)}"
+                "--measured",
+                text,
+                f"has {name!r}, which is not in --topologies",
+                f"use {listed(names)}",
             )
         seconds = cli.seconds(f"--measured {name}", re.sub("min$", "m", time))
         assert seconds is not None
-        found[name] = seconds
-    return found
+        times[name] = seconds
+    return times

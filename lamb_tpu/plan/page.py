@@ -1,6 +1,7 @@
-"""A plan as one HTML page that needs no network: pictures are within it, for light and dark."""
+"""A plan as one self-contained HTML page with inline figures, for light and dark mode."""
 
 import itertools
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -15,33 +16,26 @@ from lamb_tpu.cost import hlo, operations
 from lamb_tpu.cost.network import AXES
 from lamb_tpu.cost.operations import Operation
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import writing
+from lamb_tpu.files import buckets, writing
 from lamb_tpu.plan.report import Plan, decision, size_text
 from lamb_tpu.plan.totals import span_text
 
 _TEMPLATES = pathlib.Path(__file__).parent / "templates"
-_DEAREST = 10  # kernels on the page
-_DRAWN = (8, 4)  # chips of a side in the picture of a torus with two and with three axes
+_MOST_EXPENSIVE = 10  # kernels on the page
+_DRAWN = (8, 4)  # largest number of chips drawn along a side, with at most two axes or with three
 _COLORS = [style.OPTIMIZERS[name].color for name in ("lamb", "lars", "adamw")]  # x, y and z
-# Where the third axis goes in the picture.
+# Direction in which the third axis is drawn.
 _SLANT = (0.35, 0.22)
 
 
-class Part(NamedTuple):
-    """A plan as its page shows it.
+class Section(NamedTuple):
+    """A plan as a section of the page."""
 
-    Attributes:
-      name: the phase; '' for the only one.
-      plan: the plan.
-      facts: (name, value) pairs.
-      pictures: (caption, SVG) pairs.
-      kernels: the most expensive kernels, each with its milliseconds and share of the estimate.
-    """
-
-    name: str
+    name: str  # the phase; '' for a config without phases
     plan: Plan
-    facts: list[tuple[str, str]]
-    pictures: list[tuple[str, str]]
+    metadata: list[tuple[str, str]]  # (name, value) pairs
+    images: list[tuple[str, str]]  # (caption, SVG) pairs
+    # The most expensive kernels, each with its milliseconds and share of the estimate.
     kernels: list[tuple[Operation, float, float]]
 
 
@@ -49,37 +43,30 @@ def check_page(path: str) -> pathlib.Path:
     """Returns the path of a page.
 
     Raises:
-      UserError: it is no .html file in a folder that exists.
+      UserError: `path` is not a .html file in an existing folder, or cannot be written.
     """
-    page = pathlib.Path(path)
-    if page.suffix != ".html" or not page.parent.is_dir():
-        raise UserError(f"--html {path} must be a .html file in a folder that exists")
-    return page
+    page = buckets.local(path, "--html")
+    if page.suffix != ".html" or not os.path.isdir(page.parent):
+        raise UserError(
+            "--html", path, "is not a .html file in an existing folder", "use one such as a.html"
+        )
+    return writing.check_target(page, "--html")
 
 
 def write_page(plans: Sequence[tuple[str, Plan]], path: pathlib.Path) -> None:
-    """Writes the page of a config's plans.
-
-    Args:
-      plans: name of the phase and its plan, in order; the name is '' for a config without phases.
-      path: the file.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes the plans of a config to one page; `plans` has (phase, plan) pairs, '' for no phases."""
     text = render(
         "plan.html.j2",
-        parts=[_part(name, plan) for name, plan in plans],
+        sections=[_section(name, plan) for name, plan in plans],
         title=plans[0][1].topology.name,
         decision=decision([plan for _, plan in plans]),
         size_text=size_text,
     )
-    with writing.checked(path, "--html"):
-        path.write_text(text, "utf-8")
+    writing.replace(path, text, "--html")
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns a page from a template of the folder `templates`."""
+    """Renders a template of the folder `templates`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -91,9 +78,9 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _part(name: str, plan: Plan) -> Part:
+def _section(name: str, plan: Plan) -> Section:
     slice_ = plan.topology
-    facts = [
+    metadata = [
         ("slice", f"{slice_.name}: {slice_.num_chips:,} chips on {plan.hosts:,} hosts"),
         ("mesh", ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())),
         ("batch", f"{plan.batch_size:,}"),
@@ -101,52 +88,45 @@ def _part(name: str, plan: Plan) -> Part:
     ]
     if plan.step_seconds:
         low, middle, high = plan.step_seconds
-        facts.append(("a step", f"{1e3 * middle:.3g} ms ({1e3 * low:.3g} to {1e3 * high:.3g})"))
+        metadata.append(("a step", f"{1e3 * middle:.3g} ms ({1e3 * low:.3g} to {1e3 * high:.3g})"))
     if total := plan.totals:
-        facts.append(("the run", span_text(total.seconds[0], total.seconds[2])))
-    facts += plan.sending
-    facts.append(("left out", plan.left_out))
-    facts.append(("fitted to", plan.calibration.fitted_to))
-    facts.append(("validated", plan.calibration.validation.describe()))
-    pictures, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
+        metadata.append(("the run", span_text(total.seconds[0], total.seconds[2])))
+    metadata += plan.sending
+    metadata.append(("left out", plan.left_out))
+    metadata.append(("fitted to", plan.calibration.fitted_to))
+    metadata.append(("validated", plan.calibration.validation.describe()))
+    images, kernels = list[tuple[str, str]](), list[tuple[Operation, float, float]]()
     if plan.memory is not None:
-        caption = f"Memory of a device, by kind. The line is the {size_text(_usable(plan))} that "
-        pictures.append((f"{caption}programs may use.", svg(_memory(plan))))
+        usable = size_text(slice_.generation.usable)
+        caption = f"Memory of a device, by type. The line marks the {usable} that programs may use."
+        images.append((caption, svg(_memory(plan))))
     if plan.cycles and plan.program:
-        found = operations.operations(hlo.parse(plan.program))
-        clock, whole = slice_.generation.clock, sum(each.cycles for each in found)
+        ranked = operations.operations(hlo.parse(plan.program))
+        clock, total_cycles = slice_.generation.clock, sum(each.cycles for each in ranked)
         kernels = [
-            (each, 1e3 * each.cycles / clock, each.cycles / whole) for each in found[:_DEAREST]
+            (each, 1e3 * each.cycles / clock, each.cycles / total_cycles)
+            for each in ranked[:_MOST_EXPENSIVE]
         ]
-        kinds = {kind: 1e3 * cycles / clock for kind, cycles in operations.by_kind(found).items()}
-        caption = "Time of a step, by kind of operation, as the compiler estimates it"
-        tail = "; the network with its interval." if plan.times else "."
-        pictures.append((caption + tail, svg(_times(plan, kinds))))
+        types = {kind: 1e3 * cycles / clock for kind, cycles in operations.by_kind(ranked).items()}
+        caption = "Time of a step, by type of operation, as the compiler estimates it"
+        tail = "; the bar of the network shows its interval." if plan.times else "."
+        images.append((caption + tail, svg(_times(plan, types))))
     if plan.collectives:
-        pictures.append(
+        images.append(
             (
-                f"Links of a slice, at most {_most(plan)} chips of a side. The wider a line, the "
-                "longer collectives use that axis in a step; dots close a ring.",
+                f"Links of a slice, with at most {_most(plan)} chips along a side. The width of a "
+                "line shows how long collectives use that axis in a step; a dotted line closes a ring.",
                 svg(_torus(plan)),
             )
         )
-    return Part(name, plan, facts, pictures, kernels)
-
-
-def _usable(plan: Plan) -> float:
-    return plan.topology.generation.usable
+    return Section(name=name, plan=plan, metadata=metadata, images=images, kernels=kernels)
 
 
 def svg(figure: Figure) -> str:
-    """Returns a figure as an element of a page: without the head of a file."""
+    """Returns a figure as an inline SVG element, without the XML header of a file."""
     text = style.svg(figure)
-    # A size in points would not shrink on a phone.
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*pt"',
-        r"\1",
-        re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r"\1", text[text.index("<svg") :], count=1),
-        count=1,
-    )
+    # Remove the size in points, so that the figure shrinks on a phone.
+    return re.sub(r' (width|height)="[^"]*pt"', "", text[text.index("<svg") :], count=2)
 
 
 def _bars(
@@ -156,8 +136,8 @@ def _bars(
     span: tuple[float, float] | None = None,
     limit: float | None = None,
 ) -> Figure:
-    """Plots a bar for each value; `span` is the interval of the last one."""
-    figure = style.figure(7.5, 0.9 + 0.36 * len(values))
+    """Plots a bar for each value; `span` is the interval of the last value."""
+    figure = style.figure(style.WIDTH, 0.9 + 0.36 * len(values))
     axes = figure.subplots()
     names = list(values)
     errors: Any = None
@@ -196,24 +176,25 @@ def _memory(plan: Plan) -> Figure:
         },
         f"{plan.topology.name}: memory of a device",
         "GiB",
-        limit=_usable(plan) / gib,
+        limit=plan.topology.generation.usable / gib,
     )
 
 
-def _times(plan: Plan, kinds: Mapping[str, float]) -> Figure:
+def _times(plan: Plan, types: Mapping[str, float]) -> Figure:
     title = f"{plan.topology.name}: time of a step"
     if plan.times is None:
-        return _bars(kinds, title, "ms")
+        return _bars(types, title, "ms")
     low, middle, high = (1e3 * each.exposed for each in plan.times)
-    return _bars({**kinds, "waiting for the network": middle}, title, "ms", span=(low, high))
+    return _bars({**types, "waiting for the network": middle}, title, "ms", span=(low, high))
 
 
 def _torus(plan: Plan) -> Figure:
-    """Plots chips and links of a slice; the width of a link is the time along its axis."""
+    """Plots chips and links of a slice; the width of a link shows the time along its axis."""
     times, rings = _axis_times(plan)
     sides = tuple(min(side, _most(plan)) for side in (*plan.topology.shape, 1, 1)[:3])
     longest = max(times.values(), default=0.0) or 1.0
-    figure = style.figure(7.5, 1.2 + 2.4 * min(1.0, (sides[1] + _SLANT[1] * sides[2]) / sides[0]))
+    height = 1.6 + 2.4 * min(1.0, (sides[1] + _SLANT[1] * sides[2]) / sides[0])
+    figure = style.figure(style.WIDTH, height)
     axes = figure.subplots()
     chips = list(itertools.product(*map(range, sides)))
     for number, axis in enumerate(AXES):
@@ -224,8 +205,8 @@ def _torus(plan: Plan) -> Figure:
             if other[number] < sides[number]:
                 links.append((_flat(chip), _flat(other)))
             elif axis in rings and sides[number] > 1:
-                # The link that closes a ring leaves the picture.
-                stub = [float(place) for place in chip]
+                # Draw the link that closes a ring as a stub.
+                stub = [float(position) for position in chip]
                 stub[number] += 0.45
                 closing.append((_flat(chip), _flat(stub)))
         width = 0.6 + 2.4 * times.get(axis, 0.0) / longest
@@ -241,7 +222,7 @@ def _torus(plan: Plan) -> Figure:
     axes.set_title(
         f"{plan.topology.name}: {'x'.join(map(str, plan.topology.shape))} chips", fontsize=11
     )
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    style.legend_below(figure)
     return figure
 
 
@@ -254,7 +235,7 @@ def _axis_times(plan: Plan) -> tuple[dict[str, float], set[str]]:
     times: dict[str, float] = {}
     rings: set[str] = set()
     for each in plan.collectives or ():
-        if each.route.hosts > 1:  # which takes its time between hosts
+        if each.route.hosts > 1:  # the time of this collective is spent between hosts
             continue
         for axis in each.route.axes:
             times[axis.name] = times.get(axis.name, 0.0) + each.seconds
@@ -264,6 +245,6 @@ def _axis_times(plan: Plan) -> tuple[dict[str, float], set[str]]:
 
 
 def _flat(chip: Sequence[float]) -> tuple[float, float]:
-    """Returns where a chip is drawn."""
+    """Projects a chip's coordinates onto the plane of the figure."""
     x, y, z = chip
     return x + _SLANT[0] * z, y + _SLANT[1] * z

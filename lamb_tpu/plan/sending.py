@@ -1,4 +1,4 @@
-"""What a step's devices send, and whether computation or network takes most of the step."""
+"""Bytes that the devices send in a step, and whether computation or network limits the step."""
 
 from typing import Any
 
@@ -9,11 +9,9 @@ from lamb_tpu.cost.timeline import Timeline
 
 
 def as_json(schedule: Timeline | None, network: Network | None) -> dict[str, Any]:
-    """Returns bytes, the limit, and the links of hosts; None stands for what is not known.
+    """Returns the bytes sent, the bottleneck and the links between hosts as a dict of JSON values.
 
-    Args:
-      schedule: the expected times of a step.
-      network: the network.
+    A value is None if it is unknown. `schedule` has the expected times of a step.
     """
     links = network if isinstance(network, HostNetwork) else None
     return {
@@ -27,10 +25,10 @@ def as_json(schedule: Timeline | None, network: Network | None) -> dict[str, Any
 
 
 def limit(schedule: Timeline, network: Network | None) -> str:
-    """Returns what takes the larger part of a step.
+    """Returns the bottleneck of a step: 'computation', 'network' or 'network between hosts'.
 
-    It is 'computation', 'network', or 'network between hosts' where these have slow links and most
-    of the wait is for them.
+    The bottleneck is the network between hosts if each host has one link and collectives between
+    hosts cause most of the waiting time.
     """
     if schedule.exposed <= schedule.compute:
         return "computation"
@@ -42,7 +40,7 @@ def limit(schedule: Timeline, network: Network | None) -> str:
 
 
 def link_bytes(schedule: Timeline, network: HostNetwork) -> float:
-    """Returns the bytes that the busiest link of a host carries each way in a step."""
+    """Returns the bytes that the busiest host link carries in one direction in a step."""
     return sum(
         event.collective.count * network.link_bytes(event.collective)
         for event in schedule.events
@@ -51,5 +49,5 @@ def link_bytes(schedule: Timeline, network: HostNetwork) -> float:
 
 
 def _crosses(event: Any, network: HostNetwork) -> bool:
-    one = event.collective
-    return network.route(one.groups, one.kind == "collective-permute").hosts > 1
+    collective = event.collective
+    return network.route(collective.groups, collective.kind == "collective-permute").hosts > 1

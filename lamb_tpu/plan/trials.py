@@ -1,4 +1,4 @@
-"""Plans of several configs, one after the other, with a bar of progress on stderr."""
+"""Plans several configs, one after the other, with a progress bar on stderr."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,14 +19,13 @@ from rich.progress import (
 )
 
 from lamb_tpu import terminal
-from lamb_tpu.config import flatten
 from lamb_tpu.errors import UserError
-from lamb_tpu.plan.cache import Cache
 from lamb_tpu.plan.making import make_plan, release
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.totals import Totals
+from lamb_tpu.spec import Spec, flatten
 
-# The bar's time left follows from all compilations so far, of which one may take many minutes.
+# Period of rich's speed estimate: longer than all compilations, each of which may take minutes.
 _MEMORY_SECONDS = 7 * 86_400.0
 
 
@@ -40,35 +38,35 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The outcome of planning a config.
+    """The outcome of planning a config."""
 
-    Attributes:
-      plan: the plan, without its program and its schedule; None if the config was refused.
-      step_seconds: time of a step: shortest, expected, longest; None if it does not fit, or the
-        program could not be read.
-      totals: times of the whole run; None where `step_seconds` is.
-      refused: why the config was refused; '' if it was not.
-    """
-
+    # The plan, without its program and its schedule; None if the config was rejected.
     plan: Plan | None
+    # Time of a step: shortest, expected, longest; None if it does not fit, or the program could not
+    # be read.
     step_seconds: tuple[float, ...] | None = None
-    totals: Totals | None = None
-    refused: str = ""
+    totals: Totals | None = None  # times of the whole run; None if `step_seconds` is None
+    error: UserError | None = None  # why the config was rejected; None if it was not
+
+    @property
+    def rejected(self) -> str:
+        """The message of `error`; '' if the config was not rejected."""
+        return str(self.error or "")
 
     @property
     def fits(self) -> bool:
-        """True if the step fits into a device's memory; False for a refused one."""
+        """True if the step fits into a device's memory; False for a rejected config."""
         return self.plan is not None and self.plan.fits
 
     @property
     def expected(self) -> float:
-        """Expected time of a step in seconds; infinite for one that does not run."""
+        """Expected time of a step in seconds; infinite if the step does not fit or the time is unknown."""
         return self.step_seconds[1] if self.fits and self.step_seconds else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the columns of `HEAD`; of a refused config only the word 'refused'."""
+        """Returns the columns of `HEAD`; for a rejected config only the word 'rejected'."""
         if self.plan is None:
-            return ("refused",)
+            return ("rejected",)
         share = self.plan.share_of_memory
         return (
             "yes" if self.fits else "no",
@@ -77,16 +75,16 @@ class Trial:
         )
 
     def describe(self) -> str:
-        """Returns memory and time of a step that fits as text."""
+        """Formats the memory use and step time of a feasible trial."""
         assert self.plan is not None
         share = self.plan.share_of_memory
         memory = f"{100 * share:.3g} % of memory, " if share else ""
         return f"{memory}{milliseconds(self.step_seconds)} ms a step"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the numbers as a dict of JSON values; None stands for what is not known."""
+        """Returns the numbers as a dict of JSON values; unknown numbers are None."""
         return {
-            "refused": self.refused,
+            "rejected": self.rejected,
             "batch_size": self.plan and self.plan.batch_size,
             "fits": self.fits,
             "share_of_memory": self.plan and self.plan.share_of_memory,
@@ -95,36 +93,27 @@ class Trial:
 
 
 HEAD = ("fits", "memory", "ms a step")
-# Parts of a run that are in none of the times.
+# Times of a run that no plan includes.
 LEFT_OUT = "start-up, compiling on the pod, checkpoints, and waiting for the slowest chip"
 
 
 class Trials:
-    """Makes plans of several configs, as a context; each is made once.
+    """Context manager that plans several configs, each once, and shows the progress.
 
-    A config that is refused is a result, as is one that does not fit.
+    If a config is rejected, `make` does not raise, but returns a `Trial` with the error.
 
     Args:
-      most: largest number of plans that will be asked for.
-      examples: number of training examples, see `make_plan`.
-      cache: where compiled programs are kept.
-      gbps: rate of a host's link, see `make_plan`.
+      most: largest number of plans that will be requested.
+      **how: keyword arguments of `make_plan`.
     """
 
-    def __init__(
-        self,
-        most: int,
-        examples: int | None = None,
-        cache: Cache | None = None,
-        gbps: float | None = None,
-    ) -> None:
-        self._examples, self._cache, self._gbps = examples, cache, gbps
+    def __init__(self, most: int, **how: Any) -> None:
+        self._most, self._how = most, how
         self._made: dict[str, Trial] = {}
-        self.most = most
         self._bar: Progress | None = None
 
     def __enter__(self) -> "Trials":
-        console = Console(stderr=True)
+        console = Console(file=sys.stderr)
         if console.is_terminal:
             self._bar = Progress(
                 BarColumn(20),
@@ -139,49 +128,38 @@ class Trials:
                 speed_estimate_period=_MEMORY_SECONDS,
             )
             self._bar.start()
-            self._bar.add_task("", total=self.most)
+            self._bar.add_task("", total=self._most)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def make(self, config: ConfigDict, topology: str, label: str) -> Trial:
-        """Returns the outcome for a config on a slice; `label` names it in the progress."""
+    def make(self, config: Spec, topology: str, label: str) -> Trial:
+        """Plans a config on a slice; `label` names it in the progress bar."""
         key = json.dumps([topology, flatten(config)])
         if key not in self._made:
             self._made[key] = self._make(config, topology, label)
         return self._made[key]
 
-    def first(self, config: ConfigDict, topology: str, label: str) -> Trial:
-        """Returns the outcome for the config as the user gives it, where a refusal is an error.
-
-        Raises:
-          UserError: the config was refused.
-        """
+    def first(self, config: Spec, topology: str, label: str) -> Trial:
+        """Plans the config as the user gives it; raises the error if it is rejected."""
         trial = self.make(config, topology, label)
-        if trial.plan is None:
-            raise UserError(trial.refused)
+        if trial.error is not None:
+            raise trial.error
         return trial
 
-    def _make(self, config: ConfigDict, topology: str, label: str) -> Trial:
+    def _make(self, config: Spec, topology: str, label: str) -> Trial:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=label)
         try:
-            plan = make_plan(
-                config,
-                topology,
-                lambda _: self._told(label),
-                self._examples,
-                self._cache,
-                self._gbps,
-            )
+            plan = make_plan(config, topology, lambda _: self._reported(label), **self._how)
         except UserError as error:
-            return Trial(None, refused=str(error))
+            return Trial(None, error=error)
         finally:
             if self._bar is not None:
                 self._bar.advance(self._bar.task_ids[0])
-        # Programs and schedules of large models take hundreds of megabytes.
+        # Drop programs and schedules: those of large models take hundreds of megabytes.
         rest = dataclasses.replace(plan, program="", network=None, times=None, collectives=None)
         trial = Trial(rest, plan.step_seconds, plan.totals)
         del plan
@@ -189,32 +167,29 @@ class Trials:
         return trial
 
     @contextlib.contextmanager
-    def _told(self, label: str) -> Iterator[None]:
-        """Prints a line for a compilation, where no bar shows it."""
+    def _reported(self, label: str) -> Iterator[None]:
+        """Prints a line for a compilation if there is no progress bar."""
         if self._bar is None:
             number = len(self._made) + 1
-            text = f"compiling {label} ({number} of at most {self.most})"
+            text = f"compiling {label} ({number} of at most {self._most})"
             print(terminal.fit(text), file=sys.stderr, flush=True)
         yield
 
 
 def check_any(trials: Sequence[Trial]) -> None:
-    """Raises the first trial's reason as a UserError if all of them were refused."""
-    if all(trial.refused for trial in trials):
-        raise UserError(trials[0].refused)
+    """Raises the error of the first trial if all of them were rejected."""
+    errors = [trial.error for trial in trials if trial.error]
+    if len(errors) == len(trials):
+        raise errors[0]
 
 
 def table(
     head: Sequence[str], rows: Sequence[tuple[Sequence[str], Trial]], right: Collection[int] = ()
 ) -> str:
-    """Returns rows of texts as aligned columns; a refused trial's row ends with the reason.
+    """Formats rows as aligned columns; columns with an index in `right` are right-aligned.
 
-    Rows are not wrapped but for the reason, which may be long.
-
-    Args:
-      head: names of the columns.
-      rows: the columns of each trial; those at the end may be missing.
-      right: columns that are aligned to the right.
+    The row of a rejected trial ends with the reason; only this text is wrapped. Cells at the end of
+    a row may be missing.
     """
     width = len(head)
     cells = [tuple(head), *((*texts, *[""] * (width - len(texts))) for texts, _ in rows)]
@@ -223,7 +198,7 @@ def table(
         [
             first,
             *(
-                terminal.fit(f"{line}: {trial.refused}") if trial.refused else line
+                terminal.fit(f"{line}: {trial.rejected}") if trial.rejected else line
                 for line, (_, trial) in zip(lines, rows, strict=True)
             ),
         ]
@@ -231,7 +206,7 @@ def table(
 
 
 def milliseconds(seconds: tuple[float, ...] | None) -> str:
-    """Returns times of a step as text: the expected one, and the interval.
+    """Formats the expected time of a step and its interval.
 
     >>> milliseconds((0.1, 0.12, 0.15)), milliseconds((1.1, 1.234, 1.5)), milliseconds(None)
     ('120 (100 to 150)', '1,234 (1,100 to 1,500)', '?')

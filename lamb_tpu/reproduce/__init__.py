@@ -1,1 +1,1 @@
-"""Tables of papers as data, their runs, and what was measured; `loading` has the format."""
+"""Tables of papers as data, their runs and their results; `loading` describes the file format."""

@@ -1,4 +1,4 @@
-"""Finds the cell of a finished run that was made elsewhere, such as on a pod or a GPU."""
+"""Finds the cell of a finished run from another machine, such as a pod or a GPU."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,6 @@ from typing import Any
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import carrying, engine
 from lamb_tpu.reproduce import jobs as jobs_lib
-from lamb_tpu.reproduce import results as results_lib
 from lamb_tpu.reproduce.engine import Finished
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
@@ -17,20 +16,24 @@ from lamb_tpu.store.workdir import Workdir
 
 
 def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
-    """Takes a finished run, or a file of `run --carry`, to the records beside the tables.
+    """Adds a finished run, or records from another machine, to the records beside the tables.
 
     Args:
-      tables: where to look.
-      path: the workdir of the run, or the file.
+      tables: the tables to search.
+      path: the workdir of the run, a file of `run --carry`, or a folder of `run --records`.
 
     Returns:
-      A line for each run that was taken; for a run on a TPU also one on the calibration of plans.
+      A line for each run that was added. For a run on a TPU, another line explains how to add its
+      speed to the calibration of plans.
 
     Raises:
-      UserError: see `find` and `carrying.take`.
+      UserError: `path` has no finished run or records, no cell has the run's config, or records are damaged.
     """
     if path.is_file():
         return carrying.take(path, tables)
+    if path.is_dir() and not (path / "config.json").exists():
+        if (lines := carrying.take_folder(path, tables)) is not None:
+            return lines
     finished = find(tables, path)
     Results(finished.job.table).add(finished.record, finished.configs)
     lines = [f"{finished.job.table.key}: {finished.job.name}"]
@@ -43,18 +46,11 @@ def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
 
 
 def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:
-    """Returns the job that a workdir's run is, with its record.
+    """Returns the job that the run in a workdir has measured, with its record.
 
-    The run's config must be the job's in everything that changes what is computed, and the weights
-    that it began with must be of a run of the job's stage before.
-
-    Args:
-      tables: where to look.
-      workdir: the folder of a run, of its last stage if there are several.
-
-    Raises:
-      UserError: it holds no finished run, or one of another config; the message names the nearest
-        cell and what differs.
+    The run's config must equal the job's in every key that affects the result, and the run's initial
+    weights must come from a run of the job's previous stage. `workdir` is the workdir of the last stage.
+    If no job matches, raises a UserError that names the nearest cell and the differences.
     """
     chain = _chain(workdir)
     seed = chain[-1]["seed"]
@@ -63,22 +59,25 @@ def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:
         stages = jobs_lib.stages(job)
         if len(stages) != len(chain):
             continue
-        flat = jobs_lib.flat_configs([stage.config() for stage in stages])
+        configs = [stage.config() for stage in stages]
+        flat = jobs_lib.flat_configs(configs)
         changed = jobs_lib.changes(chain, flat)
         if not changed:
             _check_complete(workdir)
-            folder = workdir
-            if phases := stages[-1].config().phases:
-                folder = workdir / sorted(phases)[-1]
-            record = results_lib.of_run(job, folder)
-            return Finished(job, record | {"config": jobs_lib.config_hash(flat)}, flat)
+            return engine.finished(job, configs[-1], workdir, flat)
         if nearest is None or len(changed) < nearest[0]:
-            nearest = len(changed), f"{job.table.key}, {job.cell.name}-{job.scale.name}", changed
+            nearest = len(changed), f"{job.cell.name}-{job.scale.name} of {job.table.key}", changed
     if nearest is None:
-        raise UserError(f"{workdir} is of no table: none has runs of {len(chain)} stages")
+        raise UserError(
+            workdir,
+            problem=f"matches no table: none has runs of {len(chain)} stages",
+            remedy="give the workdir of a table's run",
+        )
     raise UserError(
-        f"{workdir} is of no table; the nearest is {nearest[1]}, from which it differs in "
-        f"{'; '.join(nearest[2][:6])}"
+        workdir,
+        problem=f"matches no table: the nearest cell, {nearest[1]}, has another config ('there' is "
+        f"this run, 'now' is the table): {'; '.join(nearest[2][:6])}",
+        remedy="give a run with the config of a cell",
     )
 
 
@@ -92,20 +91,21 @@ def _candidates(tables: Mapping[str, Table], seed: int) -> Iterator[Job]:
 
 
 def _chain(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the configs of a run and of the runs whose weights it began with, the first first."""
+    """Returns the configs of a run and of the runs that gave its initial weights, oldest first."""
     chain = [Workdir(workdir, "WORKDIR").read_config()]
     while (start := chain[0].get("init_from")) is not None:
         folder = pathlib.Path(start)
-        # A copied tree keeps its stages side by side.
-        beside = workdir.parent / folder.name
-        places = (place for place in (folder, beside) if (place / "config.json").exists())
-        found = next(places, None)
-        if found is None or len(chain) > 8:
+        # A copied run keeps its stages side by side.
+        sibling = workdir.parent / folder.name
+        candidates = (each for each in (folder, sibling) if (each / "config.json").exists())
+        previous = next(candidates, None)
+        if previous is None or len(chain) > 8:
             raise UserError(
-                f"{workdir} began with the weights of {start}, which is not there; copy that run "
-                f"to {beside} so that its config can be checked"
+                workdir,
+                problem=f"began with the weights of {start}, which does not exist",
+                remedy=f"copy that run to {sibling} so that its config can be checked",
             )
-        chain.insert(0, Workdir(found, "WORKDIR").read_config())
+        chain.insert(0, Workdir(previous, "WORKDIR").read_config())
     return chain
 
 
@@ -114,4 +114,4 @@ def _check_complete(workdir: pathlib.Path) -> None:
     phases = {key.split(".")[1] for key in config if key.startswith("phases.")}
     run = runs.read(workdir / max(phases) if phases else workdir, "WORKDIR")
     if reason := run.unfinished():
-        raise UserError(f"{workdir} holds a run that {reason}; let it finish")
+        raise UserError(workdir, problem=f"holds a run that {reason}", remedy="let it finish")

@@ -1,4 +1,4 @@
-"""Carries the records of several tables from one machine to another, as one file."""
+"""Transfers records of several tables between machines, as a file or a folder."""
 
 import json
 import pathlib
@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading, writing
+from lamb_tpu.files import writing
+from lamb_tpu.reproduce import arrays, tuning
 from lamb_tpu.reproduce import jobs as jobs_lib
-from lamb_tpu.reproduce import tuning
+from lamb_tpu.reproduce import records as records_lib
 from lamb_tpu.reproduce.jobs import Job
-from lamb_tpu.reproduce.results import Results, damage
+from lamb_tpu.reproduce.records import Configs, Record
+from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
 
 
 def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None:
-    """Writes all records of some tables into one file, in place of what was there."""
+    """Writes all records of some tables into one file, replacing its content."""
     content = [
         {
             "table": table.key,
@@ -24,73 +26,76 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
         }
         for table, results in measured
     ]
-    try:
+    with writing.checked(path, "--carry"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        writing.replace(path, json.dumps(content) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"--carry {path} cannot be written ({error.strerror}); give another file"
-        ) from None
+    writing.replace(path, json.dumps(content) + "\n", "--carry")
 
 
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
-    """Takes the records of a file that `write` made to those beside the tables.
+    """Adds the records of a file that `write` made to those beside the tables; returns a line per record."""
+    return _take(path, records_lib.read_carried(path), tables)
 
-    Records whose config is no longer the table's are left out, and those of uncommitted code.
 
-    Args:
-      path: the file.
-      tables: where they belong.
+def take_folder(folder: pathlib.Path, tables: Mapping[str, Table]) -> list[str] | None:
+    """Like `take`, for a folder that `run --records` made, including the records of array jobs.
 
-    Returns:
-      A line for each run that was taken.
-
-    Raises:
-      UserError: the file is damaged, and nothing was taken; or some records were left out.
+    Returns None if the folder has no records of these tables.
     """
-    try:
-        parts = [
-            (part["table"], part["form"], [(run["record"], run["configs"]) for run in part["runs"]])
-            for part in reading.read_json(path)
-        ]
-        for reason in (damage(record) for _, _, runs in parts for record, _ in runs):
-            if reason:
-                raise ValueError(f"a record {reason}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is neither a workdir nor a file of `run --carry` ({error})"
-        ) from None
-    told, refused = [], []
-    for key, form, runs in parts:
+    groups: list[_Group] = []
+    folders = [folder, *arrays.folders(folder)]
+    for table in tables.values():
+        # Any number of searched values serves: the file name of the tuned form does not depend on it.
+        for form in [table] if table.tuning else [table, tuning.tuned(table, 2)]:
+            runs: dict[Any, tuple[Record, Configs]] = {}
+            for results in (Results(form, each) for each in folders):
+                results.check()
+                for record in results:
+                    runs[records_lib.key_of(record)] = record, results.config(record)
+            if runs:
+                groups.append((table.key, form.form, list(runs.values())))
+    return _take(folder, groups, tables) if groups else None
+
+
+_Group = tuple[str, str, list[tuple[Record, Configs]]]
+
+
+def _take(path: pathlib.Path, groups: Sequence[_Group], tables: Mapping[str, Table]) -> list[str]:
+    taken: list[tuple[Results, Job, Record, Configs]] = []
+    rejected: list[str] = []
+    for key, form, runs in groups:
         if key not in tables:
-            refused += [f"there is no table {key!r}"] * len(runs)
+            rejected += [f"there is no table {key!r}"] * len(runs)
             continue
         table = tables[key]
         if form:
             factors = {record["factor"] for record, _ in runs} - {None}
             table = tuning.tuned(table, max(2, len(factors)))
         results = Results(table)
+        results.check()
         for record, configs in runs:
             job = _job(table, record)
             name = f"{key}: {record['cell']}-{record['scale']}, seed {record['seed']}"
             if job is None:
-                refused.append(f"{name}: there is no such cell")
+                rejected.append(f"{name}: there is no such cell")
                 continue
             flat = jobs_lib.flat_configs([stage.config() for stage in jobs_lib.stages(job)])
             if changed := jobs_lib.changes(configs, flat):
-                refused.append(f"{name}: {'; '.join(changed[:3])}")
-                continue
-            if reason := results.objection(record["commit"]):
-                refused.append(f"{name}: {reason}")
-                continue
-            results.add(record, configs)
-            told.append(f"{key}: {job.name}")
-    if refused:
+                rejected.append(f"{name}: {'; '.join(changed[:3])}")
+            elif error := results.objection(record["commit"]):
+                rejected.append(f"{name}: {error}")
+            else:
+                taken.append((results, job, record, configs))
+    # Add the records last, so that an error in one table leaves all others unchanged.
+    for results, _, record, configs in taken:
+        results.add(record, configs)
+    lines = [f"{job.table.key}: {job.name}" for _, job, _, _ in taken]
+    if rejected:
         raise UserError(
-            f"{path}: {len(told)} records were taken, {len(refused)} were not, because their "
-            f"config is not the table's or their code was not committed: {refused[0]}"
+            path,
+            problem=f": {len(lines)} records were added; {len(rejected)} were not, because their config "
+            f"is not the table's or their code was not committed: {rejected[0]}",
         )
-    return told
+    return lines
 
 
 def _job(table: Table, record: Mapping[str, Any]) -> Job | None:
@@ -98,4 +103,5 @@ def _job(table: Table, record: Mapping[str, Any]) -> Job | None:
     scale, cell = table.scales.get(record["scale"]), table.cells.get(record["cell"])
     if scale is None or cell is None:
         return None
-    return Job(table, scale, cell, record["seed"], record["factor"], record.get("chosen") or 1.0)
+    chosen = record.get("chosen") or 1.0
+    return Job(table, scale, cell, record["seed"], record["factor"], chosen)

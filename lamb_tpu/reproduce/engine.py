@@ -1,50 +1,63 @@
-"""Runs what a table asks for and nobody has measured yet, one run after another or side by side.
+"""Trains the missing runs of a table, one after another or side by side.
 
-A run is a training run in a workdir of its own, so it resumes where it was killed. Its name ends in
-the hash of its config: a config that has changed begins anew.
+Each run has a separate workdir, and resumes there if it was killed. The name of the workdir ends in the
+hash of the config, so if the config changes, training starts from scratch.
 """
 
+import contextlib
+import dataclasses
 import pathlib
+import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lamb_tpu.cluster import cpu_devices
+from lamb_tpu.data.folders import folder_of
 from lamb_tpu.errors import UserError
+from lamb_tpu.reproduce import divergence
 from lamb_tpu.reproduce import jobs as jobs_lib
 from lamb_tpu.reproduce import results as results_lib
-from lamb_tpu.reproduce.jobs import Job, Stage
+from lamb_tpu.reproduce.jobs import Job, JobStage
 from lamb_tpu.reproduce.results import Record, Results
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
+from lamb_tpu.run import metric as metric_lib
+from lamb_tpu.run import phases, together
+from lamb_tpu.spec import Spec, flatten
 from lamb_tpu.store import programs
-from lamb_tpu.train import train
+from lamb_tpu.train import train, train_together
 from lamb_tpu.watch.guards import Diverged
+
+Flat = Sequence[Mapping[str, Any]]  # flattened configs of a job's stages
 
 
 class Finished(NamedTuple):
-    """A run that is complete: its job, its record, and the flattened configs of its stages."""
+    """A completed run: its job, its record, and the flattened configs of its stages."""
 
     job: Job
     record: Record
-    configs: Sequence[Mapping[str, Any]]
+    configs: Flat
 
 
-class Place(NamedTuple):
-    """Folders of the runs and their data, and how often checkpoints are saved.
+# Returns the next job, or the next jobs that share one program, and their `checkpoints`, see `execute`.
+Take = Callable[[], tuple[Sequence[Job], str | None] | None]
+
+
+class RunSetup(NamedTuple):
+    """Folders of the runs and their data, and config overrides that change no result.
 
     Attributes:
-      runs: folder of the workdirs.
-      data: folder of the data sets' folders; None: they are downloaded.
-      checkpoints: a duration between checkpoints, such as '2 percent'; None: the recipe's own.
+      data: folder of the data sets' folders; None if data sets are downloaded.
+      changed: overrides for every run; their keys are in `config.FREE_KEYS`.
     """
 
     runs: pathlib.Path
     data: pathlib.Path | None
-    checkpoints: str | None = None
+    changed: Mapping[str, Any] = {}
 
 
 def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
-    """Returns the runs of a cell's search; none if the table has no search."""
+    """Returns the runs of a cell's search; empty if the table has no search."""
     if table.tuning is None or cell.unknown:
         return []
     searched = table.cells[cell.tuned_by or cell.name]
@@ -56,9 +69,9 @@ def searches(table: Table, scale: Scale, cell: Cell) -> list[Job]:
 
 
 def search_means(jobs: Sequence[Job], results: Results) -> dict[float, float] | None:
-    """Returns the mean of the metric at each factor of a search; None if a run of it is missing.
+    """Returns the mean metric at each factor of a search; None if a run of the search is missing.
 
-    A factor at which a run diverged has the worst of all means, an infinity.
+    If a run at a factor diverged (see `divergence`), the mean at this factor is the infinity that ranks last.
     """
     values: dict[float, list[float]] = {}
     for job in jobs:
@@ -69,13 +82,13 @@ def search_means(jobs: Sequence[Job], results: Results) -> dict[float, float] | 
         worst = float("-inf") if metric.better == "higher" else float("inf")
         assert job.factor is not None
         values.setdefault(job.factor, []).append(
-            worst if record["values"] is None else record["values"][metric.key]
+            worst if divergence.value(record, metric) is None else record["values"][metric.key]
         )
-    return {factor: statistics.fmean(found) for factor, found in values.items()}
+    return {factor: statistics.fmean(numbers) for factor, numbers in values.items()}
 
 
 def best_factor(jobs: Sequence[Job], results: Results) -> float | None:
-    """Returns the factor with the best mean of a search; None if a run of it is missing."""
+    """Returns the factor with the best mean; None if a run of the search is missing."""
     means = search_means(jobs, results)
     if means is None:
         return None
@@ -87,120 +100,191 @@ def measurements(
     table: Table, scale: Scale, cell: Cell, seeds: int, results: Results
 ) -> list[Job] | None:
     """Returns the runs that measure a cell; None while its search is not complete."""
-    chosen: float | None = 1.0
     if cell.unknown:
         return []
-    if table.tuning is not None:
-        chosen = best_factor(searches(table, scale, cell), results)
+    has_search = table.tuning is not None
+    chosen = best_factor(searches(table, scale, cell), results) if has_search else 1.0
     if chosen is None:
         return None
-    return [Job(table, scale, cell, seed, None, chosen) for seed in range(seeds)]
+    return [Job(table, scale, cell, seed, chosen=chosen) for seed in range(seeds)]
 
 
 def due(
     table: Table, scale: Scale, cells: Iterable[Cell], seeds: int, results: Results
 ) -> list[Job]:
-    """Returns the runs that are missing or stale and can be run now, by seed and then by cell.
+    """Returns the missing and stale runs that can start now, ordered by seed and then by cell.
 
-    The runs of a search come first: while it is not complete, its cell cannot be measured.
+    A cell is measured only after its search, so searches come first.
     """
-    found: dict[Any, Job] = {}  # several cells may have one search
+    jobs: dict[Any, Job] = {}  # cells may share a search
     for cell in cells:
         wanted = measurements(table, scale, cell, seeds, results)
         if wanted is None:
             wanted = searches(table, scale, cell)
-        found |= {job.key: job for job in wanted if not results.holds(job)}
-    # Every cell has its first seed before one has its second.
-    return sorted(found.values(), key=lambda job: job.seed)
+        jobs |= {job.key: job for job in wanted if not results.holds(job)}
+    # Train the first seed of every cell before any second seed.
+    return sorted(jobs.values(), key=lambda job: job.seed)
 
 
-def execute(job: Job, place: Place) -> Finished:
-    """Trains a job, or resumes it, and returns its record.
+def execute(job: Job, setup: RunSetup, checkpoints: str | None = None) -> Finished:
+    """Trains or resumes a job, and returns its record.
 
-    Raises:
-      UserError: a config, the data or a folder has a mistake.
-      Preempted: SIGTERM or Ctrl-C arrived, and everything is saved.
+    `checkpoints` is the duration between checkpoints, such as '2 percent'; if it is None, the value of
+    `setup.changed` or else of the recipe is used.
     """
-    configs = [stage.config() for stage in jobs_lib.stages(job, place.data)]
-    flat = jobs_lib.flat_configs(configs)
-    folders = workdirs(job, place)
+    configs, flat, folders = _prepared(job, setup, checkpoints)
     if job.scale.cpu_devices > 1:
         cpu_devices.ensure(job.scale.cpu_devices)
-    diverged = None
+    diverged, before = None, None
     for number, (config, workdir) in enumerate(zip(configs, folders)):
-        if place.checkpoints is not None:
-            with config.unlocked():
-                config.checkpoint.every = place.checkpoints
-        if number:
-            with config.unlocked():
-                config.init_from = str(folders[number - 1])
+        if before is not None:
+            config = dataclasses.replace(config, init_from=str(before))
+        before = workdir
+        metric = _metric(job) if workdir == folders[-1] else None
         try:
-            # Runs that differ in the seed alone need the same programs.
-            with programs.kept_in(place.runs, every=True):
-                train(config, workdir, label=job.name, quiet=True)
+            # Runs that differ only by seed share compiled programs.
+            with programs.kept_in(setup.runs, every=True), _data_errors(job, number):
+                train(config, workdir, label=job.name, quiet=True, metric=metric)
         except Diverged as error:
-            diverged = str(error).partition(";")[0]
+            diverged = error
             break
-    last = folders[number]
-    if configs[number].phases:
-        last /= sorted(configs[number].phases)[-1]
-    record = results_lib.of_run(job, last, diverged)
+    return finished(job, config, workdir, flat, diverged)
+
+
+def can_share(job: Job) -> bool:
+    """Returns whether one program can train a job together with other seeds."""
+    stages = jobs_lib.stages(job)
+    return len(stages) == 1 and not together.reason_against(stages[0].config())
+
+
+def execute_together(
+    jobs: Sequence[Job], setup: RunSetup, checkpoints: str | None = None
+) -> list[Finished]:
+    """Trains jobs that differ only by seed in one program; see `can_share` and `execute`."""
+    if len(jobs) == 1:
+        return [execute(jobs[0], setup, checkpoints)]
+    first, label = jobs[0], f"{jobs[0].name} and {len(jobs) - 1} more"
+    made = [_prepared(job, setup, checkpoints) for job in jobs]
+    configs, folders = [each[0][0] for each in made], [each[2][0] for each in made]
+    if first.scale.cpu_devices > 1:
+        cpu_devices.ensure(first.scale.cpu_devices)
+    with programs.kept_in(setup.runs, every=True), _data_errors(first, 0):
+        outcomes = train_together(configs, folders, label, quiet=True, metric=_metric(first))
+    return [
+        finished(job, config, folder, flat, result if isinstance(result, Diverged) else None)
+        for job, ([config], flat, [folder]), result in zip(jobs, made, outcomes, strict=True)
+    ]
+
+
+def finished(
+    job: Job, config: Spec, workdir: pathlib.Path, flat: Flat, diverged: Diverged | None = None
+) -> Finished:
+    """Returns the record of a run that has ended; `diverged` is the error if it ended early.
+
+    `config` and `workdir` belong to the run's last stage; `flat` has the flattened configs of all stages.
+    If a stage has phases, its workdir has a subfolder for each phase.
+    """
+    folder = workdir / max(config.phases, default="")
+    reason = None if diverged is None else str(diverged).partition(";")[0]
+    record = results_lib.of_run(job, folder, reason)
     return Finished(job, record | {"config": jobs_lib.config_hash(flat)}, flat)
 
 
-def workdirs(job: Job, place: Place) -> list[pathlib.Path]:
+def _metric(job: Job) -> str | None:
+    """Returns the metric that evaluations must report; None for a training rate."""
+    key = job.scale.metric.key
+    return None if key == metric_lib.RATE else key
+
+
+def workdirs(job: Job, setup: RunSetup) -> list[pathlib.Path]:
     """Returns the workdir of each stage of a job."""
-    stages = jobs_lib.stages(job, place.data)
-    digest = jobs_lib.config_hash(jobs_lib.flat_configs([stage.config() for stage in stages]))
-    return stage_folders(place.runs / job.table.key / f"{job.name}-{digest}", stages)
+    return _prepared(job, setup)[2]
 
 
-def stage_folders(folder: pathlib.Path, stages: Sequence[Stage]) -> list[pathlib.Path]:
-    """Returns the workdir of each stage of a run."""
-    if len(stages) == 1:
-        return [folder]
-    return [folder / f"stage_{number}" for number in range(1, len(stages) + 1)]
+def _prepared(
+    job: Job, setup: RunSetup, checkpoints: str | None = None
+) -> tuple[list[Spec], Flat, list[pathlib.Path]]:
+    """Returns the configs of a job's stages, the flattened configs, and the workdirs."""
+    every = {} if checkpoints is None else {"checkpoint.every": checkpoints}
+    stages = jobs_lib.stages(job, setup.data, {**every, **setup.changed})
+    configs = [stage.config() for stage in stages]
+    flat = jobs_lib.flat_configs(configs)
+    folder = setup.runs / job.table.key / f"{job.name}-{jobs_lib.config_hash(flat)}"
+    return configs, flat, jobs_lib.stage_folders(folder, stages)
 
 
-def check(jobs: Sequence[Job], place: Place) -> None:
-    """Makes the config of every job, so that a mistake is told before anything is trained.
-
-    Raises:
-      UserError: a config has a mistake, or a file or folder of data is missing.
-    """
+def check(jobs: Sequence[Job], setup: RunSetup) -> None:
+    """Builds the config of every job, so that errors are reported before training."""
     seen = set()
     for job in jobs:
         if (job.scale.name, job.cell.name, job.factor) in seen:
             continue
         seen.add((job.scale.name, job.cell.name, job.factor))
-        for stage in jobs_lib.stages(job, place.data):
-            stage.config()
-            for value in stage.overrides.values():
-                if place.data is None or not isinstance(value, str):
-                    continue
-                path = pathlib.Path(value)
-                if path.is_relative_to(place.data) and not path.exists():
-                    raise UserError(
-                        f"--data {place.data} has no {path.relative_to(place.data)}, which "
-                        f"{job.table.key} needs at the scale {job.scale.name}; leave --data out "
-                        "where the data set can be downloaded"
-                    )
+        stages = jobs_lib.stages(job, setup.data, setup.changed)
+        for name, stage in zip(job.scale.data[-len(stages) :], stages):
+            config = stage.config()
+            _check_data(job, name, config.data.name, stage, setup.data)
+        # The metric is measured in the last phase of the last stage.
+        last = phases.split(config)[-1].config
+        if reason := metric_lib.unknown(flatten(last), job.scale.metric.key):
+            problem, _, remedy = reason.partition("; ")
+            key = f"{job.table.path}: metric.key"
+            raise UserError(key, job.scale.metric.key, f", {problem}", remedy)
 
 
-def run_one_by_one(
-    jobs: Sequence[Job],
-    place: Place,
-    begun: Callable[[Job], None],
-    done: Callable[[Finished], None],
+def _check_data(
+    job: Job, name: str, data_name: str, stage: JobStage, data: pathlib.Path | None
 ) -> None:
-    """Runs jobs in this process.
+    """Rejects a run whose data set is neither below --data nor downloaded.
 
-    Args:
-      jobs: in the order in which they run.
-      place: the folders.
-      begun: called before each run.
-      done: called after each run, to keep its record.
+    `name` is the folder of the stage's data set below --data; '' if the stage needs no folder.
     """
-    for job in jobs:
-        begun(job)
-        done(execute(job, place))
+    folder = folder_of(data_name, f"DIR/{name}")
+    downloaded = folder is None or folder.downloaded
+    instructions = (
+        f"`python -m lamb_tpu.reproduce commands {job.table.key} --scale={job.scale.name}` describes "
+        "its content and how to create it"
+    )
+    if "smoke" in job.table.scales and job.scale.name != "smoke":
+        instructions += "; --scale=smoke needs no data"
+    if data is None:
+        if name and not downloaded:
+            raise UserError(
+                "--data",
+                problem=f"is missing: {job.table.key} at the scale {job.scale.name} reads "
+                f"{data_name} from the folder {name} of --data=DIR",
+                remedy=instructions,
+            )
+        return
+    for value in stage.overrides.values():
+        path = pathlib.Path(value if isinstance(value, str) else "")
+        if path.is_relative_to(data) and not path.exists():
+            raise UserError(
+                "--data",
+                str(data),
+                f"has no {path.relative_to(data)}, which {job.table.key} needs at the scale "
+                f"{job.scale.name}",
+                "leave --data out to download it" if downloaded else instructions,
+            )
+
+
+@contextlib.contextmanager
+def _data_errors(job: Job, stage: int) -> Iterator[None]:
+    """Adds --data to an error about a data folder, because `run` cannot set its config key."""
+    try:
+        yield
+    except UserError as error:
+        names = job.scale.data[-len(job.cell.stages or job.scale.stages) :]
+        if names[stage] and re.search(r"config\.data\.(dir|prepared_dir)\b", str(error)):
+            option = f"(here: --data=DIR, which has that folder as DIR/{names[stage]})"
+            remedy = f"{error.remedy} {option}".strip()
+            raise UserError(error.key, error.value, error.problem, remedy) from error
+        raise
+
+
+def run_one_by_one(take: Take, setup: RunSetup, done: Callable[[Finished], None]) -> None:
+    """Runs jobs in this process, until `take` returns None, and passes each record to `done`."""
+    while (taken := take()) is not None:
+        jobs, checkpoints = taken
+        for finished in execute_together(jobs, setup, checkpoints):
+            done(finished)

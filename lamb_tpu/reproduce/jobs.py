@@ -1,43 +1,34 @@
-"""The runs that a table asks for, and the config of each."""
+"""The runs of a table, and the config of each."""
 
+import ast
+import functools
 import hashlib
 import json
+import os
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
-from lamb_tpu import cli
-from lamb_tpu.config import (
-    FREE_KEYS,
-    base_config,
-    check_keys,
-    check_values,
-    differences,
-    flatten,
-    renamed,
-    section_of,
-)
-from lamb_tpu.errors import UserError
+from lamb_tpu import overrides as overrides_lib
+from lamb_tpu.config import FREE_KEYS, differences
+from lamb_tpu.data import folders
+from lamb_tpu.errors import UserError, listed
 from lamb_tpu.reproduce.tables import Cell, Scale, Table
-from lamb_tpu.run import overrides as overrides_lib
+from lamb_tpu.spec import Spec, flatten
 
-# Free keys and the seed do not change which setting a run measures.
+# Keys that do not change what a run measures: free keys, and the seed.
 _FREE = (*FREE_KEYS, "seed")
-# A value that begins so is a path below the folder of the data sets.
-_DATA = "DATA/"
+# A value that starts with this is a path below the folder of the data sets.
+DATA = "DATA/"
 
 
 class Job(NamedTuple):
-    """One run: a cell of a table at a scale, with a seed.
+    """One run: a cell of a table at a scale, with a random seed.
 
     Attributes:
-      table, scale, cell: what it measures.
-      seed: of the run.
-      factor: of `Tuning.factors` for a run that searches, None for a run that measures.
-      chosen: of a run that measures after a search, the factor that the search found best.
+      factor: one of `Tuning.factors` if the run belongs to a search; None if it measures the cell.
+      chosen: for a measurement after a search, the best factor of the search.
     """
 
     table: Table
@@ -55,108 +46,139 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int, float | None]:
-        """Key of its record: scale, cell, seed and factor."""
+        """Key of the run's record: scale, cell, seed and factor."""
         return self.scale.name, self.cell.name, self.seed, self.factor
 
 
-class Stage(NamedTuple):
-    """One training run of a job.
-
-    Attributes:
-      recipe: as --config takes it.
-      overrides: the keys of its config that the run changes.
-      cpu_devices: see `Scale`.
-    """
+class JobStage(NamedTuple):
+    """One training run of a job: a recipe as --config takes it, and config overrides."""
 
     recipe: str
     overrides: Mapping[str, Any]
     cpu_devices: int = 1
 
-    def config(self) -> ConfigDict:
-        """Returns the config.
+    def config(self) -> Spec:
+        """Returns the config."""
+        return overrides_lib.load(self.recipe, self.overrides)
 
-        Raises:
-          UserError: there is no such recipe, or a key is wrong.
+    def arguments(self, workdir: str, init_from: str | None = None) -> list[str]:
+        """Returns the arguments of `lamb_tpu.train`, except those about the machine.
+
+        `init_from` is the workdir of the previous stage.
         """
-        config = cli.load_recipe(self.recipe)
-        own, rest = overrides_lib.take(self.flags())
-        overrides_lib.apply(config, own)
-        for item in rest:
-            key = item.partition("=")[0].removeprefix("--config.")
-            _assign(config, key, self.overrides[key])
-        check_keys(config)
-        check_values(config)
-        return config.lock()
+        flags = [overrides_lib.flag(key, value) for key, value in self.overrides.items()]
+        start = [] if init_from is None else [f"--config.init_from={init_from}"]
+        return [f"--config={self.recipe}", *flags, *start, f"--workdir={workdir}"]
 
-    def flags(self) -> list[str]:
-        """Returns the overrides as flags of `lamb_tpu.train`."""
-        return [f"--config.{key}={_text(value)}" for key, value in self.overrides.items()]
-
-    def command(self, workdir: str) -> str:
-        """Returns the command that trains it, for a shell."""
-        devices = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices > 1 else []
-        return " ".join(
-            map(
-                shlex.quote,
-                [
-                    "python",
-                    "-m",
-                    "lamb_tpu.train",
-                    f"--config={self.recipe}",
-                    *self.flags(),
-                    *devices,
-                    f"--workdir={workdir}",
-                ],
-            )
-        )
+    def command(
+        self, workdir: str, init_from: str | None = None, quote: Callable[[str], str] = shlex.quote
+    ) -> str:
+        """Returns the shell command that trains the stage on this machine; `quote` quotes each word."""
+        words = ["python", "-m", "lamb_tpu.train", *self.arguments(workdir, init_from)]
+        if self.cpu_devices > 1:
+            words.append(f"--cpu-devices={self.cpu_devices}")
+        return " ".join(map(quote, words))
 
 
-def stages(job: Job, data: pathlib.Path | None = None) -> list[Stage]:
-    """Returns the training runs of a job, in order; each starts from the one before.
+def stages(
+    job: Job, data: str | os.PathLike[str] | None = None, more: Mapping[str, Any] = {}
+) -> list[JobStage]:
+    """Returns the stages of a job, in order; each stage starts from the weights of the previous stage.
 
     Args:
       job: the job.
-      data: the folder that holds the folders of `Scale.data`; None: data sets are downloaded.
+      data: folder that contains the folders of `Scale.data`; None if data sets are downloaded.
+      more: additional overrides of every stage, with keys that change no result.
     """
-    found = []
+    result = []
     scale, cell, tuning = job.scale, job.cell, job.table.tuning
     recipes = cell.stages or scale.stages
-    folders = scale.data[-len(recipes) :]
+    if cell.stages and scale.name == "smoke":
+        recipes = tuple(overrides_lib.with_argument(recipe, "smoke") for recipe in recipes)
+    data_folders = scale.data[-len(recipes) :]
+    over_cells = scale.over_cells[-len(recipes) :] or ({},) * len(recipes)
     for number, recipe in enumerate(recipes):
         changed: dict[str, Any] = {}
         if number == 0 and cell.argument:
-            recipe += f"{',' if ':' in recipe else ':'}{cell.argument}"
+            recipe = overrides_lib.with_argument(recipe, cell.argument)
         if number == 0:
             changed |= cell.first
         if number == len(recipes) - 1:
             changed |= {**scale.overrides, **cell.overrides}
             if tuning is not None:
                 factor = job.chosen if job.factor is None else job.factor
-                value = flatten(Stage(recipe, changed).config()).get(tuning.key)
+                value = flatten(JobStage(recipe, changed).config()).get(tuning.key)
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise UserError(
-                        f"{job.table.path}: tuning.key is {tuning.key!r}, which in the config of "
-                        f"cell {cell.name} is {value!r} and not a number"
+                        f"{job.table.path}: tuning.key",
+                        tuning.key,
+                        f"is {value!r} in the config of cell {cell.name}",
+                        "use a key that holds a number",
                     )
                 changed[tuning.key] = value * factor
                 if job.factor is not None:
                     changed |= {**tuning.overrides, **cell.search}
-        changed["seed"] = job.seed
+        changed |= {**over_cells[number], "seed": job.seed, **more}
         if data is not None:
-            if folders[number]:
-                changed["data.dir"] = str(data / folders[number])
+            if data_folders[number]:
+                name = changed.get("data.name") or _data_name(recipe)
+                changed[folders.key_of(name)] = os.path.join(data, data_folders[number])
             changed = {
-                key: str(data / value.removeprefix(_DATA))
-                if isinstance(value, str) and value.startswith(_DATA)
+                key: os.path.join(data, value.removeprefix(DATA))
+                if isinstance(value, str) and value.startswith(DATA)
                 else value
                 for key, value in changed.items()
             }
-        found.append(Stage(recipe, changed, scale.cpu_devices))
-    return found
+        result.append(JobStage(recipe, changed, scale.cpu_devices))
+    return result
 
 
-def flat_configs(configs: Sequence[ConfigDict]) -> list[dict[str, Any]]:
-    """Returns the flattened configs of a job's stages without what may differ between machines."""
+def stage_folders(folder: pathlib.Path, stages: Sequence[JobStage]) -> list[pathlib.Path]:
+    """Returns the workdir of each stage of a run."""
+    if len(stages) == 1:
+        return [folder]
+    return [folder / f"stage_{number}" for number in range(1, len(stages) + 1)]
+
+
+def commands(
+    folder: pathlib.Path, stages: Sequence[JobStage], quote: Callable[[str], str] = shlex.quote
+) -> list[str]:
+    """Returns the commands of the stages; each stage starts from the weights of the previous stage."""
+    folders = list(map(str, stage_folders(folder, stages)))
+    return [
+        stage.command(each, before, quote)
+        for stage, each, before in zip(stages, folders, [None, *folders])
+    ]
+
+
+@functools.cache  # the report calls this for every cell
+def _data_name(recipe: str) -> str:
+    return overrides_lib.load(recipe).data.name
+
+
+def free_values(flags: Sequence[str]) -> dict[str, Any]:
+    """Parses flags for keys that change no result (see `FREE_KEYS`), such as --config.log.every=..."""
+    values: dict[str, Any] = {}
+    for flag in flags:
+        key, separator, text = flag.removeprefix("--config.").partition("=")
+        if not separator:
+            raise UserError(flag, problem="has no value", remedy=f"use --config.{key}=VALUE")
+        if not key.startswith(FREE_KEYS):
+            raise UserError(
+                f"--config.{key}",
+                text,
+                "can change what a table measures, so only the table sets it",
+                f"use keys that begin with {listed(sorted(FREE_KEYS))}",
+            )
+        try:
+            values[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):  # an unquoted word or duration
+            values[key] = text
+    return values
+
+
+def flat_configs(configs: Sequence[Spec]) -> list[dict[str, Any]]:
+    """Returns the flattened configs of a job's stages, without free keys and the seed."""
     return [
         {key: value for key, value in flatten(config).items() if not key.startswith(_FREE)}
         for config in configs
@@ -164,68 +186,32 @@ def flat_configs(configs: Sequence[ConfigDict]) -> list[dict[str, Any]]:
 
 
 def config_hash(flat: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the hash of configs that `flat_configs` made."""
+    """Returns the hash of configs made by `flat_configs`."""
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each key that differs; a key that one of them lacks has its default."""
+    """Returns a line for each key that differs; a key that one side lacks has its default there."""
     if len(old) != len(new):
         return [f"{len(old)} stages there, {len(new)} now"]
     return [
         line
-        for before, now in zip(map(renamed, old), map(renamed, new))
+        for before, now in zip(old, new)
         for line in differences(_complete(before, now), _complete(now, before), _FREE)
     ]
 
 
 def _complete(flat: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a flattened config with the defaults of the keys that only the other one has.
+    """Returns a flattened config, completed by defaults for the keys that only the other config has.
 
-    Configs of older versions lack the keys that came later.
+    Configs of older versions lack keys that were added later.
     """
-    found = flatten(base_config())
+    result = flatten(Spec())
     for section in overrides_lib.SECTIONS:
         prefix = f"{section}."
         missing = {key for key in other.keys() - flat.keys() if key.startswith(prefix)}
-        if not missing:
-            continue
-        fields = {key.removeprefix(prefix): flat[key] for key in flat if key.startswith(prefix)}
-        try:
-            name = (
-                flat.get("data.name")
-                if section == "data.options"
-                else overrides_lib.name_of(section, fields)
-            )
-            defaults = overrides_lib.defaults(section, fields, name)
-            found |= flatten(
-                {
-                    key: defaults[key.removeprefix(prefix)]
-                    for key in missing
-                    if key.removeprefix(prefix) in defaults
-                }
-            )
-        except UserError:
-            continue  # there is no such optimizer, model or data set any more
-    return found | dict(flat)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):  # the flags of tuples take Python's form
-        return str(_tuples(value))
-    return str(value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _assign(config: ConfigDict, key: str, value: Any) -> None:
-    """Sets a dotted key that is not of a section with fields of its own."""
-    section, last = section_of(config, key), key.rpartition(".")[2]
-    try:
-        section[last] = _tuples(value)
-    except TypeError:
-        raise UserError(
-            f"config.{key} is {value!r}; it must have the type of {section[last]!r}"
-        ) from None
+        if missing:
+            defaults = overrides_lib.defaults_of_stored(section, flat)
+            known = {f"{prefix}{key}": value for key, value in defaults.items()}
+            result |= flatten({key: known[key] for key in missing & known.keys()})
+    return result | dict(flat)

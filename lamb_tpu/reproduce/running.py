@@ -1,238 +1,339 @@
-"""The command `run`: trains what is missing or stale, within a time, and keeps what it measured."""
+"""The command `run`: trains missing and stale runs within a time limit and records the results."""
 
+import contextlib
 import os
 import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
+from lamb_tpu import terminal
 from lamb_tpu.errors import Preempted, UserError
-from lamb_tpu.files import locks
-from lamb_tpu.reproduce import budget, carrying, engine, workers
+from lamb_tpu.files import buckets, locks, writing
+from lamb_tpu.limits import MAX_TOGETHER
+from lamb_tpu.reproduce import arrays, budget, carrying, divergence, engine, timing, workers
+from lamb_tpu.reproduce.arrays import Index
 from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
-from lamb_tpu.reproduce.engine import Finished, Place
+from lamb_tpu.reproduce.engine import Finished, RunSetup
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.showing import show_head, show_scale
-from lamb_tpu.reproduce.tables import Cell, Scale, Table
+from lamb_tpu.reproduce.tables import Cell, Scale, Table, check_runs
 from lamb_tpu.reproduce.tuning import tuned
 from lamb_tpu.reproduce.watching import Watch
 from lamb_tpu.store import checkout
 from lamb_tpu.watch.progress import format_seconds
 
-# With a budget the machine is lent: no more than this share of a run is lost with it.
-_OFTEN = "2 percent"
 
-
-class Request(NamedTuple):
+class TableRequest(NamedTuple):
     """Options of the command; see its --help. Times are in seconds."""
 
-    scale: str | None
-    cells: str | None
-    seeds: int | None
     runs: pathlib.Path
-    data: pathlib.Path | None
-    processes: int
-    time_limit: float | None
-    dry_run: bool
-    records: pathlib.Path | None
+    scale: str | None = None
+    cells: str | None = None
+    seeds: int | None = None
+    data: pathlib.Path | None = None
+    processes: int = 1
+    time_limit: float | None = None
+    dry_run: bool = False
+    records: pathlib.Path | None = None
     tune: int | None = None
     budget: float | None = None
     carry: pathlib.Path | None = None
+    index: Index | None = None  # type: ignore[assignment]
+    changed: Mapping[str, Any] = {}
+    together: bool = False
+
+    @property
+    def setup(self) -> RunSetup:
+        """Folders of the runs, and overrides that change no result."""
+        return RunSetup(self.runs, self.data, self.changed)
 
 
-class Plan(NamedTuple):
-    """Cells and seeds that are wanted of a table, and its records."""
+class TablePlan(NamedTuple):
+    """The requested cells and seeds of a table, and its records.
+
+    Attributes:
+      share: units trained by one job of an array; None for all.
+      others: records of other array jobs in the same folder; their runs are not repeated.
+    """
 
     table: Table
     scale: Scale
     cells: Sequence[Cell]
     seeds: int
     results: Results
+    share: AbstractSet[arrays.Unit] | None = None
+    others: Sequence[Results] = ()
 
     def due(self) -> list[Job]:
-        """Returns the runs that are missing or stale."""
-        return engine.due(self.table, self.scale, self.cells, self.seeds, self.results)
+        """Returns the missing and stale runs."""
+        jobs = engine.due(self.table, self.scale, self.cells, self.seeds, self.results)
+        if self.share is None:
+            return jobs
+        return [job for job in jobs if arrays.unit_of(job) in self.share]
+
+    def missing(self) -> list[Job]:
+        """Returns the due runs that no other job of an array has trained."""
+        return [job for job in self.due() if not any(each.holds(job) for each in self.others)]
+
+    def gather(self) -> None:
+        """Adds the records of due runs that other jobs of an array have trained."""
+        for other in self.others:
+            other.warn()
+        count = 0
+        # Measurements become due when the last run of the search before them has been added.
+        while runs := [
+            (each, job) for job in self.due() for each in self.others if each.holds(job)
+        ]:
+            for other, job in runs:
+                if not self.results.holds(job):  # otherwise two jobs trained it
+                    record = other.of(job)
+                    assert record is not None  # implied by `holds`
+                    self.results.add(record, other.config(record))
+                    count += 1
+        if count:
+            print(f"{self.table.key}: {count} records of array jobs added", flush=True)
 
 
-def run(tables: Sequence[Table], request: Request) -> None:
-    """Trains what is missing or stale in some tables, and keeps each record as it comes.
+# Maps a plan and the keys of started runs to the next jobs, which share one program, and to the
+# duration between their checkpoints; None if no job is left.
+Choose = Callable[[TablePlan, Container[tuple]], tuple[Sequence[Job], str | None] | None]
 
-    Raises:
-      UserError: an error in the request, a table or the data, found before anything is trained; or
-        the records belong to the package and its code has uncommitted changes; or another process
-        runs in the same folder.
-    """
-    plans = [_plan(table, request) for table in tables]
+
+def run(tables: Sequence[Table], request: TableRequest) -> None:
+    """Trains the missing and stale runs of tables; reports any error before the first run."""
+    plans = share_out([_plan(table, request) for table in tables], request.index)
     check(plans, request)
     if request.dry_run:
         for plan in plans:
             _list_due(plan, request.budget)
         return
-    commit = checkout.commit()
+    if request.records is not None and buckets.is_remote(request.records):
+        buckets.check(request.records, "--records")
     for plan in plans:
-        if (reason := plan.results.objection(commit)) and plan.due():
-            raise UserError(reason)
-    train(plans, request, _show)
+        plan.gather()
+    for plan in plans:
+        if plan.due():
+            plan.results.check_writable(checkout.commit())
+    if request.index is None:
+        train(plans, request, _show)
+        return
+    train(plans, request, lambda *_: None)
+    print(
+        f"the records of index {request.index.number} are complete; once all indices are, run "
+        f"python -m lamb_tpu.reproduce adopt {request.records or request.runs}",
+        flush=True,
+    )
 
 
-def check(plans: Sequence[Plan], request: Request) -> None:
-    """Makes every config, so that a mistake is told before the first run.
+def share_out(plans: Sequence[TablePlan], index: Index | None) -> list[TablePlan]:
+    """Restricts plans to the runs of one array job; if no index is given, returns the plans unchanged."""
+    if index is None:
+        return list(plans)
+    units = [unit for plan in plans for unit in arrays.units(plan.table, plan.cells, plan.seeds)]
+    share = set(units[index.number :: index.count])
+    return [plan._replace(share=share) for plan in plans]
 
-    Raises:
-      UserError: a mistake in the request, a table or the data.
+
+def records_of(
+    table: Table, folder: pathlib.Path | None, index: Index | None, target: pathlib.Path | None
+) -> tuple[Results, list[Results]]:
+    """Returns the records to which a job adds its own, and the records of other array jobs in `folder`.
+
+    If there is no index, the records are in the folder `target`, see `Results`.
     """
-    for key, value in (("--seeds", request.seeds), ("--processes", request.processes)):
-        if value is not None and value < 1:
-            raise UserError(f"{key} is {value}; it must be at least 1")
+    others = [] if folder is None else arrays.folders(folder)
+    if index is not None:
+        assert folder is not None  # checked before
+        target = folder / index.folder
+    return Results(table, target), [Results(table, each) for each in others if each != target]
+
+
+def check(plans: Sequence[TablePlan], request: TableRequest) -> None:
+    """Builds every config, so that errors are reported before the first run."""
+    if request.carry is not None:
+        writing.check_target(request.carry, "--carry", parents=True)
     numbers = {plan.scale.cpu_devices: plan.table.key for plan in plans}
     if len(numbers) > 1:
-        (one, first), (other, second) = list(numbers.items())[:2]
+        (num_first, first), (num_second, second) = list(numbers.items())[:2]
         raise UserError(
-            f"{first} needs {one} CPU device(s) and {second} {other}, and one command has one "
-            "number of devices; run them one after the other"
+            f"{first} and {second}",
+            problem=f"need {num_first} and {num_second} CPU devices, but one command can have only one "
+            "number of devices",
+            remedy="run them in separate commands",
         )
-    for plan in plans:
-        engine.check(
-            [
-                job
-                for cell in plan.cells
-                for job in (
-                    engine.searches(plan.table, plan.scale, cell)
-                    or [Job(plan.table, plan.scale, cell, 0)]
-                )
-            ],
-            _place(request),
-        )
+    for table, scale, cells, *_ in plans:
+        jobs = [
+            job
+            for cell in cells
+            for job in engine.searches(table, scale, cell) or [Job(table, scale, cell, 0)]
+        ]
+        engine.check(jobs, request.setup)
 
 
 def train(
-    plans: Sequence[Plan],
-    request: Request,
+    plans: Sequence[TablePlan],
+    request: TableRequest,
     show: Callable[[Table, Scale, Results], None],
     flag: str = "--runs",
 ) -> None:
-    """Trains what is missing or stale, and keeps each record as it comes.
+    """Trains missing and stale runs, and calls `show` with the records of each completed table.
 
-    Args:
-      plans: what to train, in this order.
-      request: where and how.
-      show: called with the records of each table that is complete.
-      flag: the option that gives `request.runs`, for messages.
-
-    Raises:
-      UserError: a run has a mistake, or another process runs in the same folder.
+    Each record is saved when its run ends. Messages name `request.runs` by its option, `flag`.
     """
+    with _locked(request, flag), terminal.lasting():
+        _train(plans, request, show)
+
+
+@contextlib.contextmanager
+def _locked(request: TableRequest, flag: str) -> Iterator[None]:
+    """Creates the folder of the workdirs and locks it against a second process."""
+    if buckets.is_remote(request.runs):  # each workdir there has a lock
+        buckets.check(request.runs, flag)
+        yield
+        return
     try:
         request.runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{flag} {request.runs} cannot be written ({error.strerror}); give a folder that can"
+            f"{flag} {request.runs}",
+            problem=f"cannot be written ({error.strerror})",
+            remedy="give another folder",
         ) from None
-    refusal = f"{flag} {request.runs} is in use by another process; wait until it ends, or give "
-    with locks.hold(request.runs / ".lock", refusal + "another folder"):
-        _train(plans, request, show)
+    # Jobs of one array train different runs, so they may share the folder.
+    name = ".lock" if request.index is None else f".lock-{request.index.folder}"
+    problem, remedy = "is in use by another process", "wait until it ends, or give another folder"
+    busy = UserError(f"{flag} {request.runs}", ..., problem, remedy)
+    with locks.hold(request.runs / name, busy):
+        yield
 
 
-def _place(request: Request) -> Place:
-    return Place(request.runs, request.data, None if request.budget is None else _OFTEN)
-
-
-def _plan(table: Table, request: Request) -> Plan:
+def _plan(table: Table, request: TableRequest) -> TablePlan:
     if request.tune is not None:
         table = tuned(table, request.tune)
     scale = choose_scale(table, request.scale, "small")
-    cells = choose_cells(table, scale, request.cells)
-    # Runs that only try out the commands leave no record in the checkout.
+    cells = choose_cells(table, request.cells)
+    # Smoke runs only test the commands, so they leave no record in the checkout.
     records = request.records or (request.runs if scale.name == "smoke" else None)
-    return Plan(table, scale, cells, request.seeds or scale.seeds, Results(table, records))
+    seeds = request.seeds or scale.seeds
+    check_runs(table.key, cells, seeds, table.tuning)
+    if request.index is not None and records is None:
+        raise UserError(
+            "--records",
+            problem="is missing: each job of an array stores its records in a subfolder of this "
+            "folder",
+            remedy="give --records=FOLDER or --records=gs://BUCKET/FOLDER",
+        )
+    results, others = records_of(table, records, request.index, records)
+    results.check()
+    return TablePlan(table, scale, cells, seeds, results=results, others=others)
 
 
 def _train(
-    plans: Sequence[Plan], request: Request, show: Callable[[Table, Scale, Results], None]
+    plans: Sequence[TablePlan], request: TableRequest, show: Callable[[Table, Scale, Results], None]
 ) -> None:
-    place = _place(request)
-    began, over = time.monotonic(), threading.Event()
+    setup = request.setup
+    began, timed_out = time.monotonic(), threading.Event()
     limits = [limit for limit in (request.time_limit, request.budget) if limit is not None]
 
-    def end() -> None:
-        over.set()
-        os.kill(os.getpid(), signal.SIGTERM)  # a run saves on it
+    def stop() -> None:
+        timed_out.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # makes a run save and exit
 
-    timer = threading.Timer(min(limits, default=0), end)
+    timer = threading.Timer(min(limits, default=0), stop)
     timer.daemon = True
     if limits:
         timer.start()
 
-    def choose(plan: Plan) -> list[Job]:
-        if request.budget is None:
-            return plan.due()
-        left = request.budget - (time.monotonic() - began)
-        return budget.fitting(plan.due(), plan.results, left)[: request.processes]
+    def group(due: Sequence[Job]) -> Sequence[Job]:
+        if not request.together or not engine.can_share(due[0]):
+            return due[:1]
+        return [job for job in due if job._replace(seed=due[0].seed) == due[0]][:MAX_TOGETHER]
 
-    def keep() -> None:
+    def choose(
+        plan: TablePlan, started: Container[tuple]
+    ) -> tuple[Sequence[Job], str | None] | None:
+        due = [job for job in plan.due() if job.key not in started]
+        if request.budget is None:
+            return (group(due), None) if due else None
+        left = request.budget - (time.monotonic() - began)
+        if not (fitting := budget.fitting(due, plan.results, left)):
+            return None
+        needed = budget.estimate(fitting[0], plan.results)
+        return group(fitting), budget.checkpoints(None if needed is None else needed.median)
+
+    def save() -> None:
         if request.carry is not None:
             carrying.write(request.carry, [(plan.table, plan.results) for plan in plans])
 
-    keep()  # a file that cannot be written is told before anything is trained
+    save()  # report a file that cannot be written before training starts
     try:
-        with Watch(place, request.processes) as watch:
+        with Watch(setup, request.processes) as watch:
             for plan in plans:
-                _train_plan(plan, choose, keep, watch, place, request.processes)
+                _train_plan(plan, choose, save, watch, setup, request.processes)
                 show(plan.table, plan.scale, plan.results)
     except Preempted:
-        if not over.is_set():
+        if not timed_out.is_set():
             raise
         limit = format_seconds(min(limits))
-        print(f"the time limit of {limit} is reached; the same command goes on", flush=True)
+        print(f"reached the time limit of {limit}; repeat the command to continue", flush=True)
     finally:
         timer.cancel()
-    keep()
+    save()
     if request.carry is not None:
         print(
-            f"{request.carry} has the records; elsewhere: python -m lamb_tpu.reproduce adopt "
-            f"{request.carry}"
+            f"{request.carry} has the records; on another machine, add them with "
+            f"python -m lamb_tpu.reproduce adopt {request.carry}"
         )
     print(f"{format_seconds(time.monotonic() - began)} in all", flush=True)
 
 
 def _train_plan(
-    plan: Plan,
-    choose: Callable[[Plan], list[Job]],
-    keep: Callable[[], None],
+    plan: TablePlan,
+    choose: Choose,
+    save: Callable[[], None],
     watch: Watch,
-    place: Place,
+    setup: RunSetup,
     processes: int,
 ) -> None:
-    took: list[float] = []
-    started: dict[tuple, float] = {}
-    while jobs := choose(plan):
-        count = len(took) + len(plan.due())
+    durations: list[float] = []
+    started: dict[tuple, tuple[float, int]] = {}  # start time, and number of runs in the program
 
-        def begun(job: Job) -> None:
-            started[job.key] = time.monotonic()
+    def take() -> tuple[Sequence[Job], str | None] | None:
+        if (chosen := choose(plan, started)) is None:
+            return None
+        count = len(durations) + len(plan.due())
+        for job in chosen[0]:
+            started[job.key] = time.monotonic(), len(chosen[0])
             print(f"{plan.table.key}: run {len(started)} of {count}: {job.name}", flush=True)
             watch.begun(job)
+        return chosen
 
-        def done(finished: Finished) -> None:
-            watch.done(finished.job)
-            plan.results.add(finished.record, finished.configs)
-            keep()
-            took.append(time.monotonic() - started[finished.job.key])
-            left = sum(took) / len(took) * (count - len(took)) / min(processes, count)
-            print(
-                _told(finished, took[-1])
-                + (f"; {format_seconds(left)} left" if len(took) < count else ""),
-                flush=True,
-            )
+    def done(finished: Finished) -> None:
+        watch.done(finished.job)
+        plan.results.add(finished.record, finished.configs)
+        save()
+        began, together = started[finished.job.key]
+        durations.append((time.monotonic() - began) / together)
+        count = len(durations) + len(plan.due())
+        left = sum(durations) / len(durations) * (count - len(durations)) / min(processes, count)
+        print(
+            _result_line(finished, durations[-1])
+            + (f"; {format_seconds(left)} left" if len(durations) < count else ""),
+            flush=True,
+        )
 
-        if processes > 1:
-            workers.run_side_by_side(jobs, place, processes, begun, done)
-        else:
-            engine.run_one_by_one(jobs, place, begun, done)
-    _tell_left_out(plan, len(plan.due()))
+    # More runs may be due after a search than the search had.
+    max_runs = max(len(plan.due()), plan.seeds * len(plan.cells))
+    if processes > 1:
+        workers.run_side_by_side(take, setup, min(processes, max_runs), done)
+    else:
+        engine.run_one_by_one(take, setup, done)
+    _print_left_out(plan, len(plan.due()))
 
 
 def _show(table: Table, scale: Scale, results: Results) -> None:
@@ -241,38 +342,35 @@ def _show(table: Table, scale: Scale, results: Results) -> None:
     show_scale(table, scale, results)
 
 
-def _told(finished: Finished, took: float) -> str:
+def _result_line(finished: Finished, took: float) -> str:
     metric, record = finished.job.scale.metric, finished.record
-    text = (
-        "diverged"
-        if record["values"] is None
-        else (f"{metric.key} {metric.factor * record['values'][metric.key]:.{metric.digits}f}")
-    )
+    text = divergence.text(record, metric)
+    if record["values"] is not None:
+        text = f"{metric.key} {text}"
     return f"  {finished.job.name}: {text} in {format_seconds(took)}"
 
 
-def _tell_left_out(plan: Plan, count: int) -> None:
-    """Prints how many runs --budget left out, if any."""
+def _print_left_out(plan: TablePlan, count: int) -> None:
     if count:
         print(
-            f"{plan.table.key}: {count} more runs do not fit into --budget; a longer one, or "
-            "none, takes them",
+            f"{plan.table.key}: {count} more runs do not fit into --budget; use a longer "
+            "--budget, or none",
             flush=True,
         )
 
 
-def _list_due(plan: Plan, seconds: float | None) -> None:
-    due = jobs = plan.due()
+def _list_due(plan: TablePlan, seconds: float | None) -> None:
+    due = jobs = plan.missing()
     if seconds is not None:
         jobs = budget.fitting(due, plan.results, seconds)
     print(f"{plan.table.key}, {plan.scale.name}: {len(jobs)} runs to train")
     total = 0.0
     for job in jobs:
         estimate = budget.estimate(job, plan.results)
-        total += estimate or 0.0
-        print(f"  {job.name}" + (f"  about {format_seconds(estimate)}" if estimate else ""))
+        total += estimate.median if estimate else 0.0
+        print(f"  {job.name}" + (f"  {timing.text(estimate)}" if estimate else ""))
     if total:
         print(f"  about {format_seconds(total)} in all, one after another")
     if any(job.factor is not None for job in jobs):
-        print("  then the runs that measure, with the values that these find best")
-    _tell_left_out(plan, len(due) - len(jobs))
+        print("  then the measurements, with the best values of these searches")
+    _print_left_out(plan, len(due) - len(jobs))

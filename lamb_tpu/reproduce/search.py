@@ -1,4 +1,4 @@
-"""The points of a search: a grid, or quasi-random ones that cover ranges evenly."""
+"""The points of a search: a grid, or quasi-random points that cover the ranges evenly."""
 
 import itertools
 import math
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from scipy.stats import qmc
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed
 
 _RANGE = re.compile(r"(\w+)\((.*)\)")
 _FORMS = "log(LOW,HIGH), linear(LOW,HIGH) or values separated by commas"
 # Commas within brackets belong to one value, such as a tuple.
 _COMMA = re.compile(r",(?![^(\[]*[)\]])")
-# Draws for each point that is wanted; where these repeat each other, there are no more points.
+# Maximum number of draws until enough points differ; after that the space counts as exhausted.
 _DRAWS = 100
 
 
@@ -22,17 +22,16 @@ class Range(NamedTuple):
     """Numbers between two bounds.
 
     Attributes:
-      key: the key of the config, such as 'optimizer.learning_rate'.
-      low, high: the bounds.
-      log: whether equal ratios are equally far apart, instead of equal differences.
-      whole: whether only whole numbers are taken.
+      key: the config key, such as 'optimizer.learning_rate'.
+      log: whether points are spaced by equal ratios instead of equal differences.
+      integers: whether to round to integers.
     """
 
     key: str
     low: float
     high: float
     log: bool = False
-    whole: bool = False
+    integers: bool = False
 
     def at(self, fraction: float) -> float | int:
         """Returns the number at a fraction, 0 to 1, of the way from `low` to `high`."""
@@ -40,20 +39,20 @@ class Range(NamedTuple):
             value = self.low * (self.high / self.low) ** fraction
         else:
             value = self.low + (self.high - self.low) * fraction
-        if self.whole:
+        if self.integers:
             return round(value)
-        # A number that can be read and copied, and the same one whatever the machine's logarithm.
+        # Round, so that numbers are short enough to copy, and do not depend on the machine's logarithm.
         return min(max(float(f"{value:.6g}"), self.low), self.high)
 
 
 class Choice(NamedTuple):
-    """Some values of a key of the config."""
+    """A list of values for a config key."""
 
     key: str
     values: tuple[Any, ...]
 
     def at(self, fraction: float) -> Any:
-        """Returns the value at a fraction, 0 to 1 and less than 1, of the way along the values."""
+        """Returns the value at a fraction, in [0, 1), of the way along the values."""
         return self.values[int(fraction * len(self.values))]
 
 
@@ -64,37 +63,38 @@ def parse(text: str) -> Dimension:
     """Parses a dimension of a search; the values of a `Choice` are texts.
 
     >>> parse("optimizer.learning_rate=log(1e-4,1e-1)")
-    Range(key='optimizer.learning_rate', low=0.0001, high=0.1, log=True, whole=False)
+    Range(key='optimizer.learning_rate', low=0.0001, high=0.1, log=True, integers=False)
     >>> parse("optimizer.name=lamb, adamw")
     Choice(key='optimizer.name', values=('lamb', 'adamw'))
-
-    Raises:
-      UserError: it has another form, or its bounds contain nothing.
     """
     key, _, form = (part.strip() for part in text.partition("="))
     key = key.removeprefix("--").removeprefix("config.")
     if not key or not form:
-        raise UserError(f"--search is {text!r}; give KEY=FORM with {_FORMS}")
+        raise UserError("--search", text, "is not KEY=FORM", f"use KEY={_FORMS}")
     match = _RANGE.fullmatch(form)
     if match is None:
         values = tuple(value.strip() for value in _COMMA.split(form))
         if "" in values or len(set(values)) < len(values):
-            raise UserError(f"--search={key} is {form!r}; give different values, none empty")
+            raise UserError("--search", text, "has empty or equal values", "use different values")
         return Choice(key, values)
     if match[1] not in ("log", "linear"):
-        raise UserError(f"--search={key} has the unknown form {match[1]!r}; give {_FORMS}")
+        raise UserError("--search", text, f"has the unknown form {match[1]!r}", f"use KEY={_FORMS}")
     try:
         low, high = map(float, match[2].split(","))
     except ValueError:
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise UserError(f"--search={key} is {form!r}; {match[1]}(LOW,HIGH) takes two numbers")
+        raise UserError(
+            "--search", text, "does not have two finite bounds", f"use {match[1]}(LOW,HIGH)"
+        )
     if low >= high:
-        raise UserError(f"--search={key} is {form!r}, which is empty; the first must be less")
+        raise UserError("--search", text, "has an empty range", "use a LOW below HIGH")
     if match[1] == "log" and low <= 0:
         raise UserError(
-            f"--search={key} is {form!r}; the bounds of log must be above 0, those of linear need "
-            "not be"
+            "--search",
+            text,
+            "has a bound of log that is not above 0",
+            "use bounds above 0, or linear",
         )
     return Range(key, low, high, match[1] == "log")
 
@@ -106,31 +106,25 @@ def grid(choices: Sequence[Choice]) -> list[dict[str, Any]]:
 
 
 def halton_points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns quasi-random points of a search, as values by key, no two of them equal.
+    """Returns distinct quasi-random points of a search, as values by key.
 
-    They are of a scrambled Halton sequence, which covers all dimensions evenly however many points
-    are taken. The points of a smaller `count` are the first ones of a larger.
-
-    Args:
-      dimensions: the ranges and choices.
-      count: number of points.
-      seed: of the scrambling.
-
-    Raises:
-      UserError: there are not so many different points.
+    The points come from a scrambled Halton sequence, which covers all dimensions evenly for any
+    number of points. With a smaller `count`, the points are the first points of a larger `count`.
 
     References:
       Halton (1960), Numerische Mathematik 2. Owen (2017), arXiv:1706.02808.
     """
     keys = [dimension.key for dimension in dimensions]
-    found: dict[tuple[Any, ...], None] = {}
+    points: dict[tuple[Any, ...], None] = {}
     sampler = qmc.Halton(len(dimensions), rng=seed)
     for _ in range(_DRAWS):
         for fractions in sampler.random(count):
-            found.setdefault(tuple(d.at(float(f)) for d, f in zip(dimensions, fractions)))
-        if len(found) >= count:
-            return [dict(zip(keys, point)) for point in list(found)[:count]]
+            points.setdefault(tuple(d.at(float(f)) for d, f in zip(dimensions, fractions)))
+        if len(points) >= count:
+            return [dict(zip(keys, point)) for point in list(points)[:count]]
     raise UserError(
-        f"the search of {', '.join(keys)} has {len(found)} different points and not {count}; ask "
-        "for fewer, or search wider"
+        "--trials",
+        count,
+        f"is more than the {len(points)} different points of {listed(keys, 'and')}",
+        "use fewer trials, or search wider",
     )

@@ -1,20 +1,29 @@
-"""Prints tables: the paper's values beside those measured here, and the commands of each cell."""
+"""Prints tables: the paper's values beside the measured ones."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from lamb_tpu.reproduce import engine, tuning
-from lamb_tpu.reproduce import jobs as jobs_lib
-from lamb_tpu.reproduce.choosing import choose_cells, choose_scale
-from lamb_tpu.reproduce.jobs import Job
+from lamb_tpu.reproduce import planned, tuning
+from lamb_tpu.reproduce import status as status_lib
+from lamb_tpu.reproduce.planned import Planned
 from lamb_tpu.reproduce.results import Results
-from lamb_tpu.reproduce.summary import Summary, further, matrix, measured, stale, summaries
+from lamb_tpu.reproduce.summary import (
+    Summary,
+    column_value,
+    cost,
+    criterion,
+    difference,
+    matrix,
+    measured,
+    stale,
+    summaries,
+)
 from lamb_tpu.reproduce.tables import COLUMNS, Scale, Table
 from lamb_tpu.terminal import columns, fit
 
 
 def show_list(tables: Mapping[str, Table]) -> None:
-    """Prints each paper with its tables and how many of their cells are measured."""
+    """Prints each paper with its tables and the number of measured cells."""
     paper = None
     for table in tables.values():
         if table.paper != paper:
@@ -25,22 +34,21 @@ def show_list(tables: Mapping[str, Table]) -> None:
         counts = []
         for form in tuning.forms(table, None):
             results = Results(form)
+            results.warn()
             for scale in form.measured_scales():
-                found = summaries(form, scale, results)
-                count = sum(bool(summary.values) for summary in found)
+                cells = summaries(form, scale, results)
+                count = sum(bool(summary.values) for summary in cells)
                 where = scale.name + (form.form and f" {form.form}")
-                counts.append(f"{where} {count} of {len(found)}")
+                counts.append(f"{where} {count} of {len(cells)}")
         print(fit(f"  {table.key}  {table.title}"))
         source = f"{table.source}; " if table.source else ""
         print(fit(f"    {source}measured: {', '.join(counts)}"))
 
 
 def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
-    """Prints the cells of some tables: the paper's value, ours, and their distance.
+    """Prints the cells of some tables: the paper's value, the measured value, and the difference.
 
-    Args:
-      tables: the tables.
-      records: folder of records of one's own; None: those beside the tables.
+    `records` is the folder of the user's own records; None uses those beside the tables.
     """
     for number, table in enumerate(tables):
         if number:
@@ -48,12 +56,13 @@ def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
         show_head(table)
         for form in tuning.forms(table, records):
             results = Results(form, records)
+            results.warn()
             for scale in form.measured_scales():
                 show_scale(form, scale, results)
 
 
 def show_head(table: Table) -> None:
-    """Prints the title of a table, its place in the paper, and what to know about it."""
+    """Prints the title of a table, its source in the paper, and notes about it."""
     print(fit(f"{table.key}: {table.title}"))
     where = ", ".join(
         filter(None, [table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source])
@@ -69,71 +78,66 @@ def show_scale(table: Table, scale: Scale, results: Results) -> None:
     metric = scale.metric
     print()
     about = "; ".join(filter(None, [tuning.describe(table), " ".join(scale.about.split())]))
+    cells = summaries(table, scale, results)
+    cost_text = cost(scale, cells)
     print(
         fit(
             f"{scale.name}: {metric.label} ({metric.better} is better)"
             + (about and f"; {about}")
-            + (scale.cost and f"; {scale.cost}")
+            + (cost_text and f"; {cost_text}")
         )
     )
-    found = summaries(table, scale, results)
-    told, notes = found, list[str]()
-    if grid := matrix(found, metric):
+    listed, notes = cells, list[str]()
+    plans = planned.of_table(table)
+    planned_texts = {
+        summary.cell.name: planned.instead(scale, summary.cell, plans) for summary in cells
+    }
+    if grid := matrix(cells, metric, planned_texts):
         print(columns(grid))
-        if any(summary.published for summary in found):
-            print("  In parentheses: the paper's.")
-        if names := [summary.cell.name for summary in found if summary.status == "not run"]:
+        if any(summary.published for summary in cells):
+            print("  In parentheses: the paper's values.")
+        if names := [summary.cell.name for summary in cells if summary.status == "not run"]:
             notes.append(f"not run: {', '.join(names)}")
-        # It has every cell already; the rows are those with more to tell.
-        told = [
+        # The matrix has every cell; list only cells with more information.
+        listed = [
             summary
-            for summary in found
+            for summary in cells
             if summary.status != "not run"
             and (table.columns or summary.published or summary.status != "measured")
         ]
-    for summary in found:
+    for summary in cells:
         if summary.search:
             notes.append(f"{summary.cell.name}: {summary.search}")
         if text := stale(summary, metric):
             notes.append(f"{summary.cell.name}: {text}")
-    if grid and (told or notes):
+    if text := criterion(cells, metric):
+        notes.append(text)
+    if grid and (listed or notes):
         print()
-    if told:
-        heads = [COLUMNS[key] for key in table.columns]
+    if listed:
+        heads = [*(COLUMNS[key] for key in table.columns), *planned.heads(table, plans)]
         head = ("cell", "paper", "measured", *heads, "difference", "seeds", "")
-        print(columns([head, *(_row(summary, table, scale) for summary in told)]))
+        print(columns([head, *(_row(summary, table, scale, plans) for summary in listed)]))
+    if plans and scale.name == planned.SCALE:
+        notes += [planned.NOTE, *(f"{each.cell}: {each.command}" for each in plans)]
     for note in notes:
         print(fit(f"  {note}"))
 
 
-def _row(summary: Summary, table: Table, scale: Scale) -> tuple[str, ...]:
+def _row(summary: Summary, table: Table, scale: Scale, plans: Sequence[Planned]) -> tuple[str, ...]:
     metric = scale.metric
     known = f" ({summary.cell.known})" if summary.published else ""
-    distance = summary.distance
+    standing = status_lib.of(
+        [scale.name] if summary.records else [], status_lib.is_planned(scale, summary.cell, plans)
+    )
+    _, label = status_lib.label(table, summary.cell, standing, summary.status)
     return (
         summary.cell.name,
         summary.published + known,
         measured(summary, metric) or "-",
-        *(further(summary, key) for key in table.columns),
-        "" if distance is None else f"{distance:+.{metric.digits}f}",
+        *(column_value(summary, key) for key in table.columns),
+        *planned.columns(table, scale, summary.cell, plans),
+        difference(summary, metric),
         str(len(summary.values) or ""),
-        summary.status,
+        label,
     )
-
-
-def show_commands(tables: Sequence[Table], scale: str | None, cells: str | None) -> None:
-    """Prints the commands that train each cell with seed 0."""
-    for table in tables:
-        size = choose_scale(table, scale, "paper")
-        print(f"# {table.key}, {size.name}" + (f": {size.cost}" if size.cost else ""))
-        if table.tuning is not None:
-            print(f"# {table.tuning.key} is that of the recipe; `run` searches it first")
-        for cell in choose_cells(table, size, cells):
-            stages = jobs_lib.stages(Job(table, size, cell, 0))
-            for stage in stages:
-                stage.config()  # a command that is printed must be one that works
-            workdir = f"runs/{table.key}/{cell.name}"
-            folders = engine.stage_folders(pathlib.Path(workdir), stages)
-            for number, (stage, folder) in enumerate(zip(stages, folders)):
-                before = f" --config.init_from={folders[number - 1]}" if number else ""
-                print(stage.command(str(folder)) + before)

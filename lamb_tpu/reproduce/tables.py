@@ -1,74 +1,77 @@
 """The papers' tables: their cells, scales and searches. `loading` reads them from files."""
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
+from msgspec import Meta, Struct
+
+from lamb_tpu import limits
+from lamb_tpu.errors import UserError
+
+Word = Annotated[str, Meta(min_length=1, max_length=100)]
+Line = Annotated[str, Meta(max_length=500)]
+Factor = Annotated[float, Meta(gt=0, le=1e9)]
+Seeds = Annotated[int, Meta(ge=1, le=limits.MAX_SEEDS)]
+Better = Literal["higher", "lower"]
 SCALES = ("smoke", "small", "paper")
-# Further columns that a table may ask for, beside the metric: key in its file -> head.
+# Additional columns that a table can show: key in the table's file -> header on the pages.
 COLUMNS = {
     "updates": "updates",
     "average_batch": "average batch",
-    "sent_bytes": "bytes a device sends for an update",
-    "to_baseline": "to its baseline, %",
+    "sent_bytes": "bytes sent per device and update",
+    "to_baseline": "vs. baseline, %",
 }
 
 
-class Metric(NamedTuple):
+class Metric(Struct, frozen=True, forbid_unknown_fields=True):
     """The number that a table shows.
 
     Attributes:
-      key: its key in a run's evaluation, such as 'accuracy'.
-      label: its name for readers, such as 'test accuracy'.
-      digits: decimals to show.
-      better: 'higher' or 'lower'.
-      factor: measured values times this are in the unit of the published ones, such as 100 where a
-        paper gives percent.
+      key: the key of the metric in a run's evaluation, such as 'accuracy'.
+      label: the name of the metric for readers, such as 'test accuracy'.
+      digits: number of decimals to show.
+      factor: multiplier from the measured to the published unit, such as 100 for percent.
+      chance: the metric of random guessing, in the unit of the records, such as 0.1 for the accuracy
+        among 10 classes; None if unknown. See `divergence`.
     """
 
-    key: str
-    label: str
-    digits: int = 4
-    better: str = "higher"
-    factor: float = 1.0
+    key: Word
+    label: Line
+    digits: Annotated[int, Meta(ge=0, le=17)] = 4
+    better: Better = "higher"
+    factor: Factor = 1.0
+    chance: Factor | None = None
 
 
-class Tuning(NamedTuple):
-    """A search for one key of the config, alike for every cell, before the cell is measured.
+class Tuning(Struct, frozen=True, forbid_unknown_fields=True):
+    """A search over one config key, the same for every cell, before the cell is measured.
 
     Attributes:
       key: the key, such as 'optimizer.learning_rate'.
-      factors: the values are the cell's own times these.
-      overrides: of the runs that search, such as a held-out part of the training set.
-      seeds: runs of each value, with seeds from 0.
+      factors: multipliers of the cell's default value.
+      overrides: config overrides of the runs of the search, such as a held-out part of the training set.
+      seeds: number of runs per value; their seeds start at 0.
     """
 
-    key: str
-    factors: tuple[float, ...]
-    overrides: Mapping[str, Any]
-    seeds: int = 1
+    key: Word
+    factors: Annotated[tuple[Factor, ...], Meta(min_length=1, max_length=limits.MAX_TRIALS)]
+    overrides: dict[str, Any] = {}
+    seeds: Seeds = 1
 
 
-class Space(NamedTuple):
-    """Range in which `run --tune=N` searches, alike for every cell; see `tuning`.
+class Space(Struct, frozen=True, forbid_unknown_fields=True):
+    """Search by `run --tune=N`, the same for every cell; see `tuning`.
 
     Attributes:
-      key: the key of the config.
-      low, high: the values lie between the cell's own times these.
-      overrides: of the runs that search.
+      key: the config key.
+      range: bounds, as multiples of the cell's default value.
+      overrides: config overrides of the runs of the search.
     """
 
-    key: str = "optimizer.learning_rate"
-    low: float = 0.125
-    high: float = 8.0
-    overrides: Mapping[str, Any] = {
-        "data.train_split": "train[:90%]",
-        "data.eval_split": "train[90%:]",
-    }
-
-
-def _time(minutes: float) -> str:
-    return f"{minutes:g} minutes" if minutes >= 1 else f"{60 * minutes:.0f} seconds"
+    key: Word = "optimizer.learning_rate"
+    range: tuple[Factor, Factor] = (0.125, 8.0)
+    overrides: dict[str, Any] = {}
 
 
 class Scale(NamedTuple):
@@ -76,19 +79,21 @@ class Scale(NamedTuple):
 
     Attributes:
       name: one of `SCALES`.
-      stages: recipes with arguments, such as 'mnist_lenet:network=lenet5'; each starts from the
-        weights of the one before, and the last is measured.
-      metric: what is measured.
-      overrides: keys of the last stage's config.
-      seeds: how many runs of a cell the table asks for.
-      about: how it differs from the paper's, for readers.
-      data: folder below --data of each stage's data set; '' where it needs none.
-      hardware: what a run needs, for readers.
-      minutes: estimate of a run's time by platform: on two cores of a 'cpu', one 'gpu', or the
-        'tpu' that `hardware` names.
-      examples: of an epoch of the first stage, to draw its learning rate; 0 if not known.
-      cpu_devices: devices that the CPU is to have, such as 8 where a cell is about what devices
-        send each other; 1 where any number gives the same.
+      stages: recipes with arguments, such as 'mnist_lenet:network=lenet5'. Each stage starts from the
+        weights of the previous one; the last stage is measured.
+      metric: the metric to measure.
+      overrides: config overrides of the last stage.
+      seeds: number of runs per cell that the table requests.
+      about: differences from the paper's setting, for readers.
+      data: for each stage, the folder of its data set below --data; '' if the stage needs none.
+      hardware: required hardware, for readers.
+      minutes: estimated minutes of a run, by platform: on two cores of a 'cpu', on one 'gpu', or on the
+        'tpu' that `hardware` names. Used until a run on the platform is recorded; see `timing`.
+      examples: epoch size of the first stage, for plotting its learning rate; 0 if unknown.
+      cpu_devices: number of CPU devices to create, such as 8 for a cell about communication;
+        1 if the number does not matter.
+      over_cells: for each stage, config overrides that replace values of the cells, such as the batch
+        size of a smoke run; empty for none.
     """
 
     name: str
@@ -102,35 +107,28 @@ class Scale(NamedTuple):
     minutes: Mapping[str, float] = {}
     examples: int = 0
     cpu_devices: int = 1
-
-    @property
-    def cost(self) -> str:
-        """Hardware and estimated time of a run, as text; '' without either."""
-        times = (
-            f"about {_time(minutes)} a run on a {platform.upper()}"
-            for platform, minutes in self.minutes.items()
-        )
-        return ", ".join(filter(None, [self.hardware, *times]))
+    over_cells: tuple[Mapping[str, Any], ...] = ()
 
 
 class Cell(NamedTuple):
     """One setting of a table.
 
     Attributes:
-      name: unique within the table.
-      argument: of the first stage's recipe, such as 'optimizer=lamb'.
-      stages: recipes in place of the scale's last ones; empty: the scale's. A cell with fewer than
-        the scale leaves out the first, such as the pre-training of a network with random weights.
-      overrides: keys of the last stage's config.
-      first: keys of the first stage's config, where there are several stages.
-      published: the paper's values by key of the metric; text for a run that failed there.
-      known: 'seen', 'recalled' or '' if the paper has no value.
+      name: a name that is unique within the table.
+      argument: argument of the first stage's recipe, such as 'optimizer=lamb'.
+      stages: recipes that replace those of the scale; if empty, the scale's are used. A cell with fewer
+        stages than the scale skips the first stages, such as pre-training for a network with random weights.
+        At the scale smoke each recipe gets the argument `smoke`.
+      overrides: config overrides of the last stage.
+      first: config overrides of the first of several stages.
+      published: the paper's values by metric key; a text, such as 'diverged', for a run that failed.
+      known: 'seen' or 'recalled'; '' if the paper has no value.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
-      tuned_by: name of the cell whose search is this one's too, such as that of the smallest batch;
-        '': its own.
-      search: overrides of its runs that search, beside those of `Tuning`.
-      baseline: name of the cell with which the column `to_baseline` compares it; '': none.
-      row, column: its place in a matrix, such as 'LAMB' and '1,024'; '' if it has none.
+      tuned_by: name of the cell from which the search result is taken, such as the cell with the
+        smallest batch; if '', this cell has a search.
+      search: additional config overrides of the runs of its search, see `Tuning`.
+      baseline: name of the cell to which the column `to_baseline` compares it; '' for none.
+      row, column: position in the table's matrix, such as 'LAMB' and '1,024'; '' without a matrix.
     """
 
     name: str
@@ -153,11 +151,10 @@ class Paper(NamedTuple):
 
     Attributes:
       key: name of its folder.
-      title: its title.
-      arxiv: its arXiv identifier; '' if none.
-      about: what to know about it.
-      name: a short name for readers, such as 'LAMB'.
-      missing: pairs of what the paper has and its tables here have not, and why.
+      arxiv: its arXiv identifier; '' if it has none.
+      about: notes for readers.
+      name: a short name, such as 'LAMB'.
+      missing: pairs of a result that no table here covers, and the reason.
     """
 
     key: str
@@ -168,42 +165,54 @@ class Paper(NamedTuple):
     missing: tuple[tuple[str, str], ...] = ()
 
 
+def check_runs(
+    where: str, cells: Collection[Cell], seeds: int, tuning: Tuning | None = None
+) -> None:
+    """Rejects a table, named `where`, with too many runs to list and count."""
+    searches = 0 if tuning is None else len(tuning.factors) * tuning.seeds
+    runs = len(cells) * (seeds + searches)
+    if runs > limits.MAX_RUNS:
+        raise UserError(
+            where,
+            problem=f"asks for {runs:,} runs: {len(cells):,} cells, each with {seeds:,} seeds "
+            f"and {searches:,} search runs",
+            remedy=f"use at most {limits.MAX_RUNS:,} runs",
+        )
+
+
 class Table(NamedTuple):
     """A table of a paper.
 
     Attributes:
-      key: such as 'lamb/mnist'.
-      path: its file; the records of its runs lie beside it.
-      paper: the paper.
-      title: for readers.
-      source: the table's place in the paper.
-      about: for readers: what differs, how the values are known.
-      scales: by name.
-      cells: by name.
-      tuning: the search before each measurement, or None.
-      space: where `run --tune=N` searches.
-      form: '' for the table as its file has it, 'tuned' for what `tuning.tuned` makes of it.
-      columns: keys of `COLUMNS`, shown beside the metric where the cells are a list.
+      key: its name, such as 'lamb/mnist'.
+      path: its file; the records of its runs are beside it.
+      scales, cells: the scales and the cells by name.
+      source: where the paper has the table.
+      about: notes for readers, such as differences from the paper.
+      tuning: the search before each measurement.
+      space: range of the search by `run --tune=N`.
+      form: '' for the table as in its file, 'tuned' for the result of `tuning.tuned`.
+      columns: keys of `COLUMNS`, shown beside the metric in lists of cells.
     """
 
     key: str
     path: pathlib.Path
     paper: Paper
     title: str
-    source: str
-    about: str
     scales: Mapping[str, Scale]
     cells: Mapping[str, Cell]
+    source: str = ""
+    about: str = ""
     tuning: Tuning | None = None
     space: Space = Space()
     form: str = ""
     columns: tuple[str, ...] = ()
 
     def measured_scales(self) -> list[Scale]:
-        """Returns the scales whose runs are results, the paper's own first."""
+        """Returns the scales whose runs are results, the paper's scale first."""
         return [self.scales[name] for name in ("paper", "small") if name in self.scales]
 
     @property
     def records(self) -> pathlib.Path:
-        """The file of its measured runs."""
+        """The file of its records."""
         return self.path.with_suffix(f".{self.form}.jsonl" if self.form else ".jsonl")

@@ -1,73 +1,79 @@
-"""Runs of a table side by side, each in a process of its own."""
+"""Trains runs of a table side by side, each in its own process."""
 
-import collections
+import contextlib
 import multiprocessing
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from lamb_tpu.cluster import children
 from lamb_tpu.errors import Preempted, UserError
 from lamb_tpu.reproduce import engine
-from lamb_tpu.reproduce.engine import Finished, Place
+from lamb_tpu.reproduce.engine import Finished, RunSetup, Take
 from lamb_tpu.reproduce.jobs import Job
 
-_POLL_SECONDS = 1.0
+# JAX's environment variables for the share of accelerator memory that a process takes.
+_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_MEMORY = 0.9  # share of an accelerator's memory for all processes together; programs need the rest
 
 
 def run_side_by_side(
-    jobs: Sequence[Job],
-    place: Place,
-    processes: int,
-    begun: Callable[[Job], None],
-    done: Callable[[Finished], None],
+    take: Take, setup: RunSetup, processes: int, done: Callable[[Finished], None]
 ) -> None:
-    """Runs jobs in several processes, which share the cores of the machine between them.
+    """Runs jobs in several processes, which share the cores and accelerators of the machine.
 
-    However this function ends, every process is asked to save and has ended by then.
-
-    Args:
-      jobs: in the order in which they begin.
-      place: the folders.
-      processes: how many run at a time.
-      begun, done: as of `engine.run_one_by_one`; called in this process.
-
-    Raises:
-      UserError: a run has a mistake, or its process was killed.
+    Each process takes one job after another. Before this function returns or raises, it asks every
+    process to save, and waits until it ends. `take` and `done` are called in this process, see
+    `engine.run_one_by_one`; `take` is called again after each job, because its record may make further
+    jobs due.
     """
-    # Huge pages for the workers' arrays, which are mapped anew in every step: without them a fifth
-    # of the time of an LSTM language model on a CPU was page faults.
+    # Use huge pages, because arrays are mapped again in every step: page faults took a fifth of the time
+    # of an LSTM language model on a CPU.
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    # A fork would copy JAX' threads in whatever state they are.
+    # Do not fork: JAX threads would be copied in an arbitrary state.
     context = multiprocessing.get_context("spawn")
-    waiting = collections.deque(jobs)
     workers: dict[Connection, Any] = {}
-    running: dict[Connection, Job] = {}
+    running: dict[Connection, Sequence[Job]] = {}
+    shares = _shares(processes)
+    memory = memory_share(processes, os.environ)
+    os.environ.setdefault(_PREALLOCATE, "false")  # this process may initialize the devices
+
+    def give() -> None:
+        """Gives jobs to idle processes, and starts processes if there are too few."""
+        while len(running) < processes and (taken := take()) is not None:
+            idle = next((pipe for pipe in workers if pipe not in running), None)
+            if idle is None:
+                idle, worker_end = context.Pipe()
+                share = shares[len(workers)]
+                workers[idle] = context.Process(
+                    target=_work, args=(worker_end, share, setup, memory), daemon=False
+                )
+                workers[idle].start()
+                worker_end.close()
+            running[idle] = taken[0]
+            try:
+                idle.send(taken)
+            except OSError:
+                raise _ended(taken[0][0]) from None
+
     try:
-        for share in _shares(min(processes, len(jobs))):
-            ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(theirs, share, place), daemon=False)
-            worker.start()
-            theirs.close()
-            workers[ours] = worker
-            _give(ours, waiting, running, begun)
+        give()
         while running:
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
-                job = running.pop(pipe)
+                jobs = running.pop(pipe)
                 try:
-                    found = pipe.recv()
-                except EOFError:
-                    raise UserError(
-                        f"the process of {job.name} was killed; start the same command again"
-                    ) from None
-                if isinstance(found, BaseException):
-                    raise found
-                done(found)
-                _give(pipe, waiting, running, begun)
+                    outcome = pipe.recv()
+                except (EOFError, OSError):  # OSError: the process ended before it read its job
+                    raise _ended(jobs[0]) from None
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                for finished in outcome:
+                    done(finished)
+            give()
     finally:
         for worker in workers.values():
             worker.terminate()
@@ -75,51 +81,58 @@ def run_side_by_side(
             worker.join()
 
 
-def _give(
-    pipe: Connection,
-    waiting: "collections.deque[Job]",
-    running: dict[Connection, Job],
-    begun: Callable[[Job], None],
-) -> None:
-    if waiting:
-        running[pipe] = waiting.popleft()
-        begun(running[pipe])
-        pipe.send(running[pipe])
+def memory_share(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns environment variables that give each process its share of accelerator memory.
+
+    By default the first process would take three quarters of the memory, and the others would fail.
+    Returns no variables if there is only one process, or if the user has set a share. CPUs
+    ignore the variables.
+    """
+    if processes == 1 or not environment.keys().isdisjoint(_FRACTIONS):
+        return {}
+    return {_FRACTIONS[0]: f"{_MEMORY / processes:.3f}"}
+
+
+def _ended(job: Job) -> UserError:
+    return UserError(
+        f"the process of {job.name}",
+        problem="was killed or could not start",
+        remedy="start the same command again",
+    )
 
 
 def _shares(processes: int) -> list[set[int]]:
-    """Returns the cores of each process; empty sets where there are fewer cores than processes."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [set() for _ in range(processes)]
-    cores = sorted(os.sched_getaffinity(0))
+    """Returns the cores of each process; empty sets if there are fewer cores than processes."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < processes:
         return [set() for _ in range(processes)]
     return [set(cores[number::processes]) for number in range(processes)]
 
 
-def _work(pipe: Connection, cores: set[int], place: Place) -> None:
-    """Runs the jobs that come through the pipe, until it is closed."""
+def _work(
+    pipe: Connection, cores: set[int], setup: RunSetup, environment: Mapping[str, str]
+) -> None:
+    """Runs jobs received through the pipe, until it is closed."""
+    os.environ.update(environment)  # JAX reads it when it initializes the devices
     if cores:
         os.sched_setaffinity(0, cores)
-    # Several progress bars cannot share a terminal; rich draws none then.
+    # Disable the progress bars of rich: several cannot share a terminal.
     os.environ["TTY_COMPATIBLE"] = "0"
-    # Ctrl-C reaches every process of a terminal; the first one passes it on.
+    # Ctrl-C reaches every process of a terminal; ignore it here, because the parent passes it on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(engine.execute(job, place))
-        except (Preempted, UserError) as error:
-            pipe.send(error)
-            return
-
-
-def _end_with(parent: int) -> None:
-    """Saves and ends this process when its parent is gone, so that no run goes on unseen."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None  # this is a worker
+    children.follow_parent(parent.pid, signal.SIGTERM)  # makes a run save and exit
+    # If the parent was killed, the pipe is broken, so no process can receive a report.
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            jobs, checkpoints = pipe.recv()
+            try:
+                outcome: list[Finished] | BaseException = engine.execute_together(
+                    jobs, setup, checkpoints
+                )
+            except (Preempted, UserError) as error:
+                outcome = error
+            pipe.send(outcome)
+            if isinstance(outcome, BaseException):
+                return

@@ -1,1 +1,1 @@
-"""A config made concrete: checks, the resolved recipe, phases and first weights."""
+"""From a config to a run: checks, the resolved recipe, phases and initial weights."""

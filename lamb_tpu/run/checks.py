@@ -1,89 +1,106 @@
-"""Checks of a config against the mesh, the task and the model that it names."""
+"""Checks of a config against its mesh, task and model."""
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from jax.sharding import AbstractMesh, Mesh
 
-from lamb_tpu import data, models, own, tasks
-from lamb_tpu.batching.rules import Rule
-from lamb_tpu.errors import UserError
-from lamb_tpu.optim import parameters
+from lamb_tpu import data, models, tasks
+from lamb_tpu.errors import UserError, naming
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import statistics
-from lamb_tpu.run import batches
-from lamb_tpu.run.recipe import naming, optimizer_of
+from lamb_tpu.spec import Spec
 
 
-def check_batch(config: ConfigDict, mesh: Mesh) -> tuple[int, str]:
-    """Refuses a batch size that does not divide over the devices, microbatches and groups.
+def check_single(spec: Spec) -> None:
+    """Rejects a config with seeds or phases, which stands for several runs."""
+    if spec.seeds:
+        raise UserError(
+            "config.seeds",
+            spec.seeds,
+            "stands for several runs, each in a folder seed_N",
+            "give one of these folders as --workdir; with --config, also give --config.seeds= and "
+            "--config.seed=N",
+        )
+    if spec.phases:
+        raise UserError(
+            "config.phases",
+            problem=f"has the phases {', '.join(sorted(spec.phases))}, each in a folder of its name",
+            remedy="give one of these folders as --workdir; with --config, choose one phase, for "
+            "example with the config's argument phase=N",
+        )
 
-    Returns:
-      The number of devices over which a group of BatchNorm is spread, and a line about the groups.
+
+def abstract_params(model_name: str, task: tasks.Task, example: Any) -> Any:
+    """Returns shapes and dtypes of the parameters of a task's network for a batch of one example.
+
+    Errors of custom code are raised unchanged, so that `custom.blame` can name the line.
     """
-    parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
-    over = f"the {parts} devices of config.mesh"
-    # These axes do not split the batch, so there are more devices than parts.
+    shipped = model_name in models.MODULES and type(task) in tasks.TASKS.values()
+    with naming("config.model") if shipped else contextlib.nullcontext():
+        return jax.eval_shape(task.init, jax.random.key(0), example)["params"]
+
+
+def check_batch(spec: Spec, mesh: Mesh | AbstractMesh) -> tuple[int, str]:
+    """Rejects a batch size that cannot be split evenly over devices and microbatches.
+
+    Also checks the groups of BatchNorm. Returns the number of devices that share a group, and a
+    line for the terminal about the groups.
+    """
+    shards, steps = mesh_lib.num_batch_shards(mesh), spec.accumulation_steps
+    over = f"the {shards} devices of config.mesh"
+    # These axes do not split the batch, so there are more devices than shards of the batch.
     if "model" in mesh.shape or "sequence" in mesh.shape:
-        over = f"the {parts} parts into which config.mesh splits it"
-    mesh_lib.check_divides("config.batch_size", config.batch_size, parts, over)
+        over = f"the {shards} batch shards of config.mesh"
+    mesh_lib.check_divides("config.batch_size", spec.batch_size, shards, over)
     if steps > 1:
         over += f" in config.accumulation_steps={steps} microbatches"
-        mesh_lib.check_divides("config.batch_size", config.batch_size, parts * steps, over)
+        mesh_lib.check_divides("config.batch_size", spec.batch_size, shards * steps, over)
     # BatchNorm sees one microbatch at a time.
     with naming("config.model"):
-        return models.batch_norm_groups(config.model, config.batch_size // steps, parts)
+        return models.batch_norm_groups(spec.model.as_dict(), spec.batch_size // steps, shards)
 
 
-def batch_unit(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> int:
-    """Returns the number of which a batch must be a multiple, whatever BatchNorm's groups.
-
-    It is a microbatch of one example a device, or of one pair for a task that mixes pairs.
-    """
+def batch_unit(spec: Spec, mesh: Mesh, task: tasks.Task) -> int:
+    """Returns a number that must divide each batch size; groups of BatchNorm may need a larger one."""
     pair = 2 if getattr(task, "mixed_by", ()) else 1
-    return pair * mesh_lib.num_batch_shards(mesh) * config.accumulation_steps
+    return pair * mesh_lib.num_batch_shards(mesh) * spec.accumulation_steps
 
 
-def check_pairs(config: ConfigDict, mesh: Mesh, task: tasks.Task) -> None:
-    """Refuses a batch size that would split the pairs of examples that a task mixes."""
+def check_pairs(spec: Spec, mesh: Mesh, task: tasks.Task) -> None:
+    """Rejects a batch size that would split the pairs of examples that a task mixes."""
     # Only tasks that mix examples have the attribute.
     names = getattr(task, "mixed_by", ())
     if names:
         # Both examples of a pair must be on one device and in one microbatch.
-        parts, steps = mesh_lib.num_batch_shards(mesh), config.accumulation_steps
+        shards, steps = mesh_lib.num_batch_shards(mesh), spec.accumulation_steps
         mesh_lib.check_divides(
             "config.batch_size",
-            config.batch_size,
-            batch_unit(config, mesh, task),
-            f"the {parts} devices of config.mesh in config.accumulation_steps={steps} microbatches "
-            f"of whole pairs, which config.task.{names[0]} mixes",
+            spec.batch_size,
+            batch_unit(spec, mesh, task),
+            f"the {shards} devices of config.mesh in config.accumulation_steps={steps} microbatches "
+            f"of complete example pairs, which config.task.{names[0]} mixes",
         )
 
 
 def check_statistics(
-    config: ConfigDict,
+    spec: Spec,
+    task: tasks.Task,
     abstract: state_lib.TrainState,
     train_set: data.Source,
     in_microbatches: bool = False,
 ) -> None:
-    """Refuses a model with statistics of its own if it would see only a part of the batch.
+    """Rejects a model with custom layers of batch statistics that would see only part of the batch.
 
-    Args:
-      config: of the run.
-      abstract: shapes and dtypes of its state.
-      train_set: its data.
-      in_microbatches: whether its step is made of microbatches, however many a batch has.
+    `in_microbatches`: whether the step processes microbatches, even if a batch has only one.
     """
-    rows = config.batch_size // config.accumulation_steps
+    rows = spec.batch_size // spec.accumulation_steps
     batch = {
         name: jax.ShapeDtypeStruct((rows, *spec.shape), spec.dtype)
         for name, spec in train_set.element_spec.items()
     }
-    # A new model, because the run's may name mesh axes that exist only inside shard_map.
-    task = tasks.build(model=models.build(**config.model), **config.task)
     with naming("config.model"):
         statistics.check_statistics(
             task,
@@ -91,81 +108,5 @@ def check_statistics(
             abstract.model_state,
             batch,
             abstract.key,
-            whole=config.accumulation_steps == 1 and not in_microbatches,
-        )
-
-
-def check_changing(config: ConfigDict, task: tasks.Task, mesh: Mesh, rule: Rule) -> None:
-    """Refuses a batch that changes where something has one size, or there is nothing to measure."""
-    named = f"config.batch_rule.name is {config.batch_rule.name!r}"
-    if task.model.carry_shape is not None:
-        raise UserError(
-            f"{named}, and the network {config.model.name!r} carries a state for each row of the "
-            "batch, so its batch must stay one size; leave config.batch_rule empty"
-        )
-    if config.log.mlperf:
-        raise UserError(
-            f"{named}, and MLPerf's log has one batch size; it needs config.log.mlperf=False"
-        )
-    has_axes, devices = config.parallel.backend == "shard_map", mesh_lib.num_batch_shards(mesh)
-    what = batches.compares_parts(config, rule)
-    if has_axes and devices == 1 and what:
-        raise UserError(
-            f"{what} compares the devices under config.parallel.backend='shard_map', and there is "
-            "one; take 'jit', which compares microbatches"
-        )
-
-
-def check_changing_data(train_set: data.Source) -> None:
-    """Refuses data whose order or rows depend on the batch size, for a batch that changes."""
-    if train_set.buckets is not None or train_set.streams is not None:
-        what = "batches of like lengths" if train_set.streams is None else "streams of text"
-        raise UserError(
-            f"config.batch_rule changes the batch, and {data.title(train_set)} is read in {what}, "
-            "which needs one batch size; leave config.batch_rule empty"
-        )
-
-
-def check_stacked(stacked: str | None, facts: Any) -> None:
-    """Refuses rules that treat the stacked layers of a parameter as one layer.
-
-    Args:
-      stacked: regex over the paths of the model's stacked parameters; None for a model without.
-      facts: the facts of the parameters.
-    """
-    if stacked is None:
-        return
-    for path, fact in zip(parameters.leaf_paths(facts), jax.tree.leaves(facts), strict=True):
-        if parameters.matches(stacked, path) and fact.adapt and 0 not in fact.layer_axes:
-            raise UserError(
-                f"config.model stacks its layers along axis 0 of {path!r}, and "
-                "config.optimizer.rules give it no layer_axes, so all layers would share one trust "
-                "ratio; give rules with layer_axes=(0,) for them, as "
-                "lamb_tpu.models.bert_rules.PARAMETERS_SCANNED (configs/bert_pretrain.py has them "
-                "by its argument scan), or set config.model.scan_layers=False"
-            )
-
-
-def check_split(config: ConfigDict, params: Any, axis_name: Callable[[str], Any]) -> None:
-    """Refuses a user's own optimizer that would take part of a tensor for the whole of it.
-
-    Args:
-      config: of the run.
-      params: the parameters, or their shapes.
-      axis_name: inside shard_map the mesh axes over which the update of a path's leaf is split.
-
-    Raises:
-      UserError: it has no argument axis_name, and a leaf is split.
-    """
-    name = config.optimizer.name
-    split = [path for path in parameters.leaf_paths(params) if axis_name(path)]
-    if not own.is_own(name) or not split:
-        return
-    # Any optimizer that takes the axis is trusted to sum over it.
-    taken = {parameter.name for parameter in own.parameters(optimizer_of(name))}
-    if "axis_name" not in taken:
-        raise UserError(
-            f"config.optimizer.name is {name!r}, which has no argument 'axis_name', and inside "
-            f"shard_map it sees parts of tensors, as of {split[0]!r}: norms and means have to be "
-            "summed over that axis; add the argument, or take config.parallel.backend='jit'"
+            whole=spec.accumulation_steps == 1 and not in_microbatches,
         )

@@ -1,13 +1,8 @@
-"""Facts in which all processes of a run must agree: code, libraries, settings, config and data.
+"""Checks that all processes of a run agree in code, libraries, settings, config and data.
 
-One host with an old checkout, another seed or another copy of the data would train with the others
-and spoil the run and its record. `check_start` compares what is known before anything is built,
-`check_data` the data sets and the custom code once they are loaded. In a run of one process neither
-does anything.
-
-The package is compared by the content of its files, not by its commit: an installed package has no
-commit, and a commit says nothing of changed files. Paths are compared as they are given: every
-process writes its shards of a checkpoint below --workdir, so it must be one folder for all.
+One host with an old checkout, another seed or another copy of the data would silently spoil the
+run and its record. The package is compared by the content of its files: an installed package has no
+commit, and a commit does not show changed files.
 """
 
 import hashlib
@@ -24,83 +19,62 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
-from lamb_tpu import __version__, config, own, trust
+from lamb_tpu import __version__, custom, trust
 from lamb_tpu.cluster import agreement, distributed
 from lamb_tpu.data import Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets
+from lamb_tpu.spec import Config, flatten
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-# Files of the package that change what is computed; pages do not.
+# Files of the package that can change the results.
 _SUFFIXES = {".py", ".npz"}
 _LIBRARIES = (
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "flax",
-    "optax",
-    "chex",
-    "orbax-checkpoint",
-    "grain",
-    "numpy",
-    "ml_collections",
-    "array-record",
-    "tensorflow-datasets",
-    "tokenizers",
-    "pillow",
-)
-# JAX' settings that change numbers, random keys or the program.
+    "jax jaxlib libtpu flax optax chex orbax-checkpoint grain numpy ml_collections "
+    "array-record tensorflow-datasets tokenizers pillow"
+).split()
+# Settings of JAX that change numbers, random keys or the program.
 _SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_default_dtype_bits",
-    "jax_disable_jit",
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_platforms",
-    "jax_enable_custom_prng",
-    "jax_softmax_custom_jvp",
-    "jax_random_seed_offset",
-)
+    "jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl "
+    "jax_threefry_partitionable jax_numpy_dtype_promotion jax_numpy_rank_promotion "
+    "jax_default_dtype_bits jax_disable_jit jax_debug_nans jax_debug_infs jax_platforms "
+    "jax_enable_custom_prng jax_softmax_custom_jvp jax_random_seed_offset"
+).split()
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-# Flags of XLA that may differ: where it writes, and how many devices a CPU has.
+# XLA flags that may differ: output and cache folders, and the number of simulated CPU devices.
 _FREE_FLAG = re.compile(r"--xla_(dump_|force_host_platform_device_count|gpu_per_fusion_autotune)")
-# A set in memory of at most this size is compared completely, of a larger or another one some
-# examples, evenly spread.
+# Data sets in memory up to this size are compared completely.
 _COMPLETE_BYTES = 32 * 2**20
+# Numbers of evenly spaced examples to compare: in a larger set in memory, and in a set read from files.
 _IN_MEMORY, _READ = 1024, 8
-_REMEDIES = {
-    "lamb_tpu": "install the same version on every host",
-    "library": "install the same versions on every host",
-    "setting": "start all processes in the same environment",
-    "module": "copy the same file to every host",
-    "set": "give every process the same data",
-    "": "start all processes with the same command",
-}
+# Remedies for a difference, by a pattern of its key; the first pattern that matches decides.
+_REMEDIES = (
+    (r"the (version|file) .*lamb_tpu", "install the same version on every host"),
+    ("the version of", "install the same versions on every host"),
+    ("the (setting|environment)", "start all processes in the same environment"),
+    ("the custom module", "copy the same file to every host"),
+    (".* of the (training|evaluation) set", "give every process the same data"),
+    ("", "start all processes with the same command"),
+)
 
 
 def check_start(
-    given: ConfigDict | None,
+    given: Config | None,
     workdir: str | os.PathLike[str] | None,
     options: Mapping[str, object] | None = None,
 ) -> None:
     """Compares code, libraries, settings, config and options of all processes.
 
-    Call it first, before anything can fail or wait in one process alone.
+    Call it first, before anything can fail or wait in only one process.
 
     Args:
       given: the config; None if it is read from the workdir later.
-      workdir: the run's folder.
-      options: further flags of the command, by their names.
+      workdir: the run's folder, compared as a path: all processes write their shards into it.
+      options: further flags of the command, by name.
 
     Raises:
-      UserError: processes differ; it is raised in all of them.
+      UserError: the processes differ; it is raised in all of them.
     """
     if distributed.index_and_count()[1] == 1:
         return
@@ -110,9 +84,7 @@ def check_start(
         folder = os.path.abspath(os.path.expanduser(folder))
     agreement.compare(
         {
-            **dict(_code()),
-            **dict(_libraries()),
-            **dict(_environment()),
+            **dict(_of_host()),
             **{f"config.{key}": json.dumps(value) for key, value in flat.items()},
             "--workdir": str(folder),
             **{name: str(value) for name, value in (options or {}).items()},
@@ -123,63 +95,41 @@ def check_start(
 
 
 def check_data(training: Source, evaluation: Source) -> None:
-    """Compares the data sets of all processes, and the custom modules that they have loaded.
-
-    Of a set these are compared: its name, which has a digest for some, length, fields, classes,
-    vocabulary, and all or some examples.
-
-    Raises:
-      UserError: processes differ; it is raised in all of them.
-    """
+    """Compares the data sets of all processes, and the custom modules that each has loaded."""
     if distributed.index_and_count()[1] == 1:
         return
-    facts: dict[str, str] = {}
-    # An example can be damaged in one process alone.
+    details: dict[str, str] = {}
+    # An example can be damaged in only one process.
     with distributed.together():
-        facts |= dict(_loaded_modules())
+        details |= dict(_loaded_modules())
         for noun, source in (("training set", training), ("evaluation set", evaluation)):
-            facts |= {f"{what} of the {noun}": text for what, text in _of_set(source)}
-    agreement.compare(facts, _remedy)
+            details |= {f"{what} of the {noun}": text for what, text in _of_set(source)}
+    agreement.compare(details, _remedy)
 
 
 def _remedy(key: str) -> str:
-    for part, pattern in (
-        ("lamb_tpu", r"the (version|file) .*lamb_tpu"),
-        ("library", "the version of"),
-        ("setting", "the (setting|environment)"),
-        ("module", "the custom module"),
-        ("set", ".* of the (training|evaluation) set"),
-    ):
-        if re.match(pattern, key):
-            return _REMEDIES[part]
-    return _REMEDIES[""]
+    return next(remedy for pattern, remedy in _REMEDIES if re.match(pattern, key))
 
 
-def _flat(given: ConfigDict) -> dict[str, Any]:
+def _flat(given: Config) -> dict[str, Any]:
     try:
-        return config.flatten(given)
-    except UserError as error:  # a value that no config may have, perhaps in this process alone
+        return flatten(given)
+    except UserError as error:  # an invalid value, perhaps in this process only
         return {"*": str(error)}
 
 
-def _code() -> Iterator[tuple[str, str]]:
+def _of_host() -> Iterator[tuple[str, str]]:
     yield "the version of lamb_tpu", __version__
     for path in sorted(_PACKAGE.rglob("*")):
         if path.suffix in _SUFFIXES:
             yield f"the file {path.relative_to(_PACKAGE.parent)} of lamb_tpu", _digest_of(path)
-
-
-def _libraries() -> Iterator[tuple[str, str]]:
-    # Bug fixes of Python change no numbers.
+    # Python's bug-fix releases change no results.
     yield "the version of Python", ".".join(platform.python_version_tuple()[:2])
     for name in _LIBRARIES:
         try:
             yield f"the version of {name}", importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-
-
-def _environment() -> Iterator[tuple[str, str]]:
     for name in _SETTINGS:
         if (value := getattr(jax.config, name, None)) is not None:
             yield f"the setting {name}", str(value)
@@ -192,15 +142,15 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 
 def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the digest of each custom module that a config names, imported or not."""
-    found = {name for value in flat.values() if (name := own.module_of(value)) is not None}
-    for name in sorted(found):
+    """Yields the digest of each custom module that a config names, even if it is not imported."""
+    names = {name for value in flat.values() if (name := custom.module_of(value)) is not None}
+    for name in sorted(names):
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is None:
             try:
                 spec = importlib.util.find_spec(name)
-            except (Exception, SystemExit):  # a parent package, which this imports, can fail
+            except (Exception, SystemExit):  # this imports the parent package, which can fail
                 spec = None
             file = None if spec is None else spec.origin
         if file is not None and os.path.isfile(file):
@@ -208,14 +158,14 @@ def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _loaded_modules() -> Iterator[tuple[str, str]]:
-    """Yields the digest of each loaded module beside or below a custom one, its helpers too."""
+    """Yields the digest of each loaded module in or below the folder of a custom module."""
     folders = {
         str(
             pathlib.Path(file).parent.parent
             if pathlib.Path(file).stem == "__init__"
             else pathlib.Path(file).parent
         )
-        for top in own.imported_tops()
+        for top in custom.imported_tops()
         if (file := getattr(sys.modules.get(top), "__file__", None)) and not trust.is_library(file)
     }
     for name, module in sorted(sys.modules.items()):

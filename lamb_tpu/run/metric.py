@@ -3,12 +3,35 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lamb_tpu.errors import UserError
+from lamb_tpu import errors, tasks
+from lamb_tpu.errors import ABSENT, UserError, listed
 
-# The main metrics of the shipped tasks, and of most others.
+# The main metrics of the shipped tasks and of most custom tasks; the first that was measured is used.
 _MAIN = ("perplexity", "accuracy", "f1", "mlm_loss", "loss")
 _LOWER = ("loss", "error", "perplexity")
+RATE = "examples_per_second"  # a key of training records, and a metric in tables
+# Fields of a run's records that are not metrics.
+_RECORDED = ("step", "kind", "epoch", "seconds", "seconds_with_startup", "examples", "batch_size")
 _BETTER = {"max": "higher", "min": "lower"}
+
+
+def not_measured(key: str) -> str:
+    """Returns why a name cannot be a metric, as the end of a sentence; '' if it can."""
+    if key not in _RECORDED:
+        return ""
+    return f"a field of every record, not a metric; give a metric such as {', '.join(_MAIN[1:])}"
+
+
+def unknown(config: Mapping[str, Any], key: str) -> str:
+    """Returns why evaluations will lack a metric, as the end of a sentence; '' if they may have it."""
+    task = config["task.name"]
+    names = tasks.declared_metrics(task)
+    if names is None or key in (RATE, *names):
+        return ""
+    averages = tuple(f"ema_{name}" for name in names) if config["ema.decay"] else ()
+    if key in averages:
+        return ""
+    return f"which the task {task!r} does not measure; it has: {', '.join(names + averages)}"
 
 
 def choose(
@@ -17,33 +40,24 @@ def choose(
     key: str | None = None,
     better: str | None = None,
 ) -> tuple[str, str]:
-    """Returns a metric of the evaluation, and 'higher' or 'lower'.
+    """Returns the metric to compare and whether 'higher' or 'lower' values are better.
 
-    Without `key` it is the metric of config.checkpoint.best, that of config.target, or the main
-    metric of the task. Without `better` these keys of the config decide, or else the name: of a
-    loss, an error and a perplexity lower values are better.
-
-    Args:
-      config: the flattened config of a run.
-      names: the metrics of its evaluation.
-      key: value of --metric.
-      better: value of --better.
-
-    Raises:
-      UserError: the evaluation has no such metric, or none of the known ones.
+    Without `key`, takes the first of these that is in `names`: config.checkpoint.best,
+    config.target.metric, the main metrics of the tasks. Without `better`, the mode that the config
+    sets for this metric decides, or else its name: lower is better for a loss, an error and a
+    perplexity.
     """
     modes = {
         config.get("target.metric"): config.get("target.mode"),
         config.get("checkpoint.best"): config.get("checkpoint.best_mode"),
     }
-    known = ", ".join(sorted(names))
     if key is None:
         wanted = (config.get("checkpoint.best"), config.get("target.metric"), *_MAIN)
         key = next((name for name in wanted if name in names), None)
         if key is None:
-            raise UserError(f"--metric is missing; the evaluation's metrics are: {known}")
+            raise UserError("--metric", ABSENT, "is missing", f"use {listed(sorted(names))}")
     if key not in names:
-        raise UserError(f"--metric is {key!r}; the evaluation's metrics are: {known}")
+        raise errors.unknown("--metric", key, sorted(names))
     if better is None:
         by_name = "lower" if key.endswith(_LOWER) else "higher"
         better = _BETTER.get(str(modes.get(key)), by_name)

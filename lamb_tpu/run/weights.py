@@ -1,4 +1,4 @@
-"""Saved weights: of a run, of a BERT in Hugging Face's layout, of a network in timm's layout."""
+"""Saved weights: of a run, of a BERT in Hugging Face's layout, or of a network in timm's layout."""
 
 import dataclasses
 import pathlib
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lamb_tpu import own
+from lamb_tpu import custom
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import Vocabulary
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ABSENT, UserError, listed, unreadable
 from lamb_tpu.files import buckets, reading, tensors
 from lamb_tpu.files.tensors import WEIGHTS
 from lamb_tpu.models import bert_huggingface
@@ -26,7 +26,7 @@ from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
 
-# Fields of a state that can be taken; published weights have no optimizer state.
+# Fields of a state that can be loaded; published weights have no optimizer state.
 PARTS = ("params", "model_state", "opt_state")
 _OF_NETWORK = {network: name for name, network in NETWORKS.items()}
 
@@ -36,20 +36,19 @@ class Weights:
     """Weights that can be read.
 
     Attributes:
-      folder: the workdir (with phases, that of one phase), or the published folder or file.
+      folder: the workdir (that of one phase, if there are phases), or the published folder or file.
       step: update of the checkpoint; None for published weights.
       model: config.model of the network.
-      shapes: the fields of `PARTS` that the weights have, as trees of dicts and lists of
-        `jax.ShapeDtypeStruct`s.
+      shapes: the fields of `PARTS` that the weights have, as trees of `jax.ShapeDtypeStruct`s.
       updates_before: see `recipe.Recipe`.
-      read: function from a part of `shapes` with shardings (some keys of its dicts; dtypes may
-        differ) to the arrays. Parameters that are read without the optimizer's state are those for
+      read: function from a subtree of `shapes` with shardings (dtypes may differ) to the arrays. If
+        the subtree has the parameters but no optimizer state, they are the parameters for
         evaluation, see `optim.evaluation_params`.
-      unfinished: how far the run had come, if it had not ended at this checkpoint; '' if it had,
-        for published weights, for a checkpoint chosen by its update, and for those of older
-        versions, which do not record it.
-      pixels: mean and standard deviation by which the network normalises pixels 0 ... 255, a number
-        for each channel; None if unknown.
+      unfinished: progress of a run that had not ended at this checkpoint; '' if it had ended, for
+        published weights, for a checkpoint chosen by its update, and for checkpoints of older
+        versions, which do not record the progress.
+      pixels: mean and standard deviation with which the network normalises pixels 0 ... 255, one
+        number per channel; None if unknown.
     """
 
     folder: pathlib.Path
@@ -66,13 +65,7 @@ class Weights:
         return str(self.folder) + ("" if self.step is None else f", update {self.step:,}")
 
     def text(self) -> tuple[Vocabulary, bool | None] | None:
-        """Returns the network's vocabulary, and whether it is cased, see `saved.read`.
-
-        Returns None if there is no vocabulary.
-
-        Raises:
-          UserError: the vocabulary is damaged.
-        """
+        """Returns the vocabulary and whether it is cased (`saved.read`); None if there is none."""
         if not (self.folder / saved.VOCABULARY).exists():
             return None
         return saved.read(self.folder)
@@ -83,23 +76,28 @@ class Weights:
         return BertConfig(**fields) if fields.pop("name") == "bert" else None
 
     def params(self) -> dict[str, Any]:
-        """Returns the parameters, on this process' first device."""
+        """Returns the parameters on this process's first device."""
         return self._on_first_device("params")["params"]
 
     def variables(self) -> dict[str, Any]:
         """Returns parameters and other collections, such as 'batch_stats', on the first device."""
-        kept = [part for part in ("params", "model_state") if part in self.shapes]
-        found = self._on_first_device(*kept)
-        return {"params": found["params"], **found.get("model_state", {})}
+        parts = [part for part in ("params", "model_state") if part in self.shapes]
+        arrays = self._on_first_device(*parts)
+        return {"params": arrays["params"], **arrays.get("model_state", {})}
 
     def _on_first_device(self, *parts: str) -> dict[str, Any]:
-        place = SingleDeviceSharding(jax.local_devices()[0])
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
         return self.read(
             jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
                 {part: self.shapes[part] for part in parts},
             )
         )
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, such as 'params/output/bias'."""
+    return dict(zip(parameters.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def open_weights(
@@ -109,42 +107,43 @@ def open_weights(
     report: Callable[[str], None] = print,
     network: str | None = None,
 ) -> Weights:
-    """Opens the weights of a folder; of a run with phases, those of the last phase that has any.
+    """Opens the weights of a folder; for a run with phases, of the last phase with a checkpoint.
 
     Args:
-      folder: a run's workdir; a folder with config.json and model.safetensors (or shards with an
-        index), of Hugging Face's transformers or of timm; or a .safetensors file alone, of timm or
-        torchvision.
+      folder: a run's workdir; a folder in the format of Hugging Face's transformers or timm, with
+        config.json and model.safetensors (or shards with an index); or a .safetensors file from
+        timm or torchvision.
       key: name of the folder's flag or config key, for error messages.
-      step: completed updates of the checkpoint; None for the newest that can be read.
+      step: completed updates of the checkpoint; None: the newest checkpoint that can be read.
       report: called with a sentence when a damaged checkpoint is skipped.
-      network: config.model.name. A file without a config.json is assumed to be of this network.
+      network: config.model.name, which is assumed for a file without a config.json.
 
     Raises:
-      UserError: there are no weights, they are damaged, or they are of a kind that cannot be read.
+      UserError: there are no weights, they are damaged, or they have an unsupported format.
     """
     workdir = Workdir(folder, key)
     path = workdir.path
     if buckets.is_remote(path):
         buckets.check(path, key)
-        if (found := tensors.find(path)) is not None:
-            raise UserError(
-                f"{key} {path} has {found.name}, which is read from a disk only; copy the folder: "
-                f"gcloud storage cp -r {path} ."
-            )
+        if (file := tensors.find(path)) is not None:
+            problem = f"has {file.name}, which can only be read from a local disk"
+            remedy = f"copy the folder: gcloud storage cp -r {path} ."
+            raise UserError(f"{key} {path}", ABSENT, problem, remedy)
         return _of_run(workdir, key, step, report)
     if not (path.is_file() or path.is_dir()):
-        raise UserError(
-            f"{key} is {folder!r}, which is no folder; give the workdir of a run, or a folder with "
-            f"Hugging Face's or timm's {CONFIG} and {WEIGHTS}"
+        remedy = (
+            f"give the workdir of a run, or a folder with Hugging Face's or timm's {CONFIG} and "
+            f"{WEIGHTS}"
         )
+        raise UserError(key, folder, "is not a folder", remedy)
     file = path if path.is_file() else tensors.find(path)
     if file is not None:
         if step is not None:
-            raise UserError(f"{key} {path} is no run's, so it has no update {step}")
+            problem = f"is not the workdir of a run and has no update {step}"
+            raise UserError(f"{key} {path}", ABSENT, problem, "leave out the update")
         return _of_published(path, file, key, network)
     if not workdir.has_checkpoint():
-        # Perhaps the folder has a file of PyTorch's, for which there is a better message.
+        # If the folder has a PyTorch file, this raises a better message.
         for other in sorted(path.iterdir()):
             tensors.check_format(other, key)
     return _of_run(workdir, key, step, report)
@@ -153,7 +152,7 @@ def open_weights(
 def network_of(folder: str) -> tuple[str, Any] | None:
     """Reads config.model.name and `Weights.pixels` from a folder's config.json.
 
-    Returns None if there is no config.json, or it is of a network that this package lacks.
+    Returns None if there is no config.json, or this package does not have its network.
     """
     try:
         settings = reading.read_json(buckets.parse(folder, "config.init_from") / CONFIG)
@@ -161,54 +160,50 @@ def network_of(folder: str) -> tuple[str, Any] | None:
         return None
     if not isinstance(settings, dict):
         return None
-    if "model.name" in settings:  # of a run
-        kinds = (settings.get(f"task.input_{kind}") for kind in ("mean", "std"))
-        # One number for all channels, or a list with one for each.
-        pixels = tuple(tuple(found) if isinstance(found, list) else found for found in kinds)
+    if "model.name" in settings:  # the config of a run
+        types = (settings.get(f"task.input_{kind}") for kind in ("mean", "std"))
+        # One number for all channels, or a list with a number for each.
+        pixels = tuple(tuple(value) if isinstance(value, list) else value for value in types)
         return settings["model.name"], None if None in pixels else pixels
-    # timm's names may end with the recipe of the weights: resnet50.a1_in1k.
+    # Names in timm may end with the recipe of the weights: resnet50.a1_in1k.
     name = NETWORKS.get(str(settings.get("architecture")).partition(".")[0])
     return None if name is None else (name, _pixels(settings))
 
 
 def _of_published(path: pathlib.Path, file: pathlib.Path, key: str, network: str | None) -> Weights:
-    """Opens published weights: a folder with the file, or the file alone."""
     tensors.check_format(file, key)
     settings: Any = {}
     if path.is_dir() and (path / CONFIG).exists():
         try:
             settings = reading.read_json(path / CONFIG)
         except ValueError as error:
-            raise UserError(f"{path / CONFIG} is not JSON ({error})") from None
+            raise unreadable(path / CONFIG, error, "restore it", "is not JSON") from None
     name, taken = None, ""
-    # `lamb_tpu.export` writes this key for a user's own network.
+    # `lamb_tpu.export` writes this key for a custom network.
     model = settings.get("model") if isinstance(settings, dict) else None
-    if isinstance(model, dict) and own.is_own(model.get("name")):
-        return _of_own(path, file, model)
+    if isinstance(model, dict) and custom.is_custom(model.get("name")):
+        return _of_custom(path, file, model)
     if isinstance(settings, dict):
-        name = settings.get("architecture")  # timm's word; transformers' is in the plural
-    # A file alone does not say which network it is of.
+        name = settings.get("architecture")  # used by timm; transformers has 'architectures'
+    # A file alone does not name its network.
     if not name and not settings and network in _OF_NETWORK:
         name = _OF_NETWORK[network]
-        taken = f"; it is taken to be {name}, for config.model.name is {network!r}"
+        taken = f"; the file is read as {name}, because of config.model.name={network!r}"
     if name:
         return _of_timm(path, file, str(name), settings, key, taken)
     if path.is_file():
-        raise UserError(
-            f"{key} {path} is a file, which is read for config.model.name of "
-            f"{', '.join(_OF_NETWORK)}, not {network!r}; give a folder that has a {CONFIG} too"
-        )
+        problem = f"is a file without a {CONFIG}, which config.model.name={network!r} needs"
+        remedy = f"give a folder with both files, or use the model {listed(_OF_NETWORK)}"
+        raise UserError(f"{key} {path}", ABSENT, problem, remedy)
     return _of_huggingface(path)
 
 
-def _of_own(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) -> Weights:
-    """Opens the weights of a user's own network, which `lamb_tpu.export` wrote."""
-
+def _of_custom(path: pathlib.Path, file: pathlib.Path, model: Mapping[str, Any]) -> Weights:
     def load() -> dict[str, Any]:
         variables = flax.traverse_util.unflatten_dict(tensors.load(file), sep="/")
         return {"params": variables.pop("params", {}), "model_state": variables}
 
-    return Weights(path, None, model, _shapes(load()), 0, _reader(load))
+    return _published(path, model, load(), load)
 
 
 def _of_timm(
@@ -218,19 +213,20 @@ def _of_timm(
         try:
             variables = from_timm(name, file)
         except UserError as error:
-            raise UserError(f"{key}: {error}{taken}") from None
+            key_, value, problem, remedy = error.at(key).args
+            raise UserError(key_, value, problem, f"{remedy}{taken}") from None
         return {"params": variables.pop("params"), "model_state": variables}
 
-    shapes = _shapes(load())
+    variables = load()  # rejects a name that `NETWORKS` lacks
     model = {"name": NETWORKS[name.partition(".")[0]]}
-    return Weights(path, None, model, shapes, 0, _reader(load), pixels=_pixels(settings))
+    weights = _published(path, model, variables, load)
+    return dataclasses.replace(weights, pixels=_pixels(settings))
 
 
 def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Returns `Weights.pixels` of timm's config.json."""
-    preprocessing = settings.get("pretrained_cfg") or settings  # early files have it flat
+    preprocessing = settings.get("pretrained_cfg") or settings  # older files lack the section
     try:
-        # timm normalises pixels scaled to 0 ... 1.
+        # In timm, pixels are scaled to 0 ... 1 before they are normalised.
         mean, deviation = (
             tuple(round(255 * value, 3) for value in preprocessing[kind])
             for kind in ("mean", "std")
@@ -242,66 +238,63 @@ def _pixels(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float
 
 def _of_huggingface(folder: pathlib.Path) -> Weights:
     config, params = bert_huggingface.from_huggingface(folder)
-    model, shapes = {"name": "bert", **dataclasses.asdict(config)}, _shapes({"params": params})
+    model = {"name": "bert", **dataclasses.asdict(config)}
 
     def load() -> dict[str, Any]:
         return {"params": bert_huggingface.from_huggingface(folder)[1]}
 
-    return Weights(folder, None, model, shapes, 0, _reader(load))
+    return _published(folder, model, {"params": params}, load)
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+def _published(
+    path: pathlib.Path, model: Mapping[str, Any], variables: Any, load: Callable[[], dict[str, Any]]
+) -> Weights:
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
+    return Weights(path, None, model, shapes, updates_before=0, read=_reader(load))
 
 
 def _reader(load: Callable[[], dict[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Returns `Weights.read` for a file that is loaded whole.
+    """Returns `Weights.read` for a file that can only be loaded completely.
 
-    It is loaded anew at each call: a cached copy would stay in memory during the whole run.
+    The file is loaded again at each call: a cached copy would stay in memory until the run ends.
     """
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        flat = flax.traverse_util.flatten_dict(load(), sep="/")
+        values = by_path(load())
 
-        def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            value = flat[jax.tree_util.keystr(path, simple=True, separator="/")]
-            value = np.asarray(value, leaf.dtype)
-            return jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, lambda index: value[index]
-            )
+        def load_leaf(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            value = np.asarray(values[path], leaf.dtype)
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, value.__getitem__)
 
-        return jax.tree_util.tree_map_with_path(place, dict(wanted))
+        tree = dict(wanted)
+        leaves = map(load_leaf, parameters.leaf_paths(tree), jax.tree.leaves(tree))
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     return read
 
 
-def _check_finite(found: Mapping[str, Any], where: str) -> None:
-    """Raises UserError if a run's parameters or model state have a NaN or an infinity."""
-    # An optimizer's state may use NaN as a mark.
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        {part: found[part] for part in ("params", "model_state") if part in found}
-    )
+def _check_finite(arrays: Mapping[str, Any], where: str) -> None:
+    """Rejects parameters or a model state with NaN or infinity."""
+    # The optimizer's state is not checked: it may use NaN as a marker.
+    leaves = by_path({part: arrays[part] for part in ("params", "model_state") if part in arrays})
     floats = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in leaves
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     finite = jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(floats)
     wrong = [path for path, is_finite in finite.items() if not is_finite]
     if wrong:
-        raise UserError(
-            f"{where} has values that are not finite (NaN or infinity) in {len(wrong)} array(s): "
-            f"{', '.join(wrong[:4])}; use weights from before the run diverged"
-        )
+        problem = f"has NaN or infinity in {len(wrong)} array(s): {', '.join(wrong[:4])}"
+        raise UserError(where, ABSENT, problem, "use weights from before the run diverged")
 
 
 def _of_run(workdir: Workdir, key: str, step: int | None, report: Callable[[str], None]) -> Weights:
     config = workdir.read_config()
     if "model.name" not in config:
-        raise UserError(
-            f"{key} {workdir.path} holds no run, for its config.json is of something else, and "
-            f"{WEIGHTS} is not there either"
-        )
+        problem = f"holds neither a run nor {WEIGHTS}: its config.json is not that of a run"
+        remedy = "give the workdir of a run, or a folder with weights"
+        raise UserError(f"{key} {workdir.path}", ABSENT, problem, remedy)
+    remedy = "train the run, or give another folder"
+    missing = UserError(f"{key} {workdir.path}", ABSENT, "has no checkpoint yet", remedy)
     phases = sorted({name.split(".")[1] for name in config if name.startswith("phases.")})
     for number, phase in reversed(list(enumerate(phases))):
         of_phase = Workdir(workdir.path / phase, key)
@@ -312,16 +305,16 @@ def _of_run(workdir: Workdir, key: str, step: int | None, report: Callable[[str]
                 weights = dataclasses.replace(weights, unfinished=left)
             return weights
     if not workdir.has_checkpoint():
-        raise UserError(f"{key} {workdir.path} has no checkpoint yet")
+        raise missing
 
     def checkpoints() -> Checkpoints:
         return Checkpoints(workdir.checkpoints, 1, report, writes=False)
 
     with checkpoints() as there:
-        found = there.latest_shapes() if step is None else (step, there.shapes(step))
-        if found is None:
-            raise UserError(f"{key} {workdir.path} has no checkpoint yet")
-        newest, shapes = found
+        latest = there.latest_shapes() if step is None else (step, there.shapes(step))
+        if latest is None:
+            raise missing
+        newest, shapes = latest
         position = Position.from_json(there.position(newest) if step is None else {})
     model = {
         name.removeprefix("model."): value
@@ -330,40 +323,48 @@ def _of_run(workdir: Workdir, key: str, step: int | None, report: Callable[[str]
     }
     record = workdir.read_init()
 
-    averages = schedule_free.keeps_evaluation_params(shapes.get("opt_state"))
-
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        wanted, averaged = dict(wanted), averages and {"params", "opt_state"} & set(wanted)
-        # Parameters alone are wanted for evaluation. A schedule-free optimizer computes these from
-        # its state, which is read whole on every device: the shardings at hand are the parameters'.
-        if averaged == {"params"}:
-            place = next(leaf.sharding for leaf in jax.tree.leaves(wanted["params"]))
-            if isinstance(place, NamedSharding):
-                place = place.update(spec=PartitionSpec())
-            wanted["opt_state"] = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                shapes["opt_state"],
-            )
         with checkpoints() as there:
-            found = there.restore_part(newest, wanted)
-        if averaged == {"params"}:
-            places = jax.tree.map(lambda leaf: leaf.sharding, wanted["params"])
-            found["params"] = jax.jit(schedule_free.evaluation_params, out_shardings=places)(
-                found.pop("opt_state"), found["params"]
-            )
-        _check_finite(found, f"{key} {workdir.path}, update {newest:,},")
-        return found
+            arrays = _restored(lambda parts: there.restore_part(newest, parts), wanted, shapes)
+        _check_finite(arrays, f"{key} {workdir.path}, update {newest:,},")
+        return arrays
 
     return Weights(
-        workdir.path,
-        newest,
-        model,
-        # A part may be empty, as the model state of a network without BatchNorm.
-        {part: shapes[part] for part in PARTS if parameters.leaf_paths(shapes.get(part))},
-        record["updates_before"] if record else 0,
-        read,
-        _unfinished(position, newest),
+        folder=workdir.path,
+        step=newest,
+        model=model,
+        # A field may be empty, such as the model state of a network without BatchNorm.
+        shapes={part: shapes[part] for part in PARTS if parameters.leaf_paths(shapes.get(part))},
+        updates_before=record["updates_before"] if record else 0,
+        read=read,
+        unfinished=_unfinished(position, newest),
     )
+
+
+def _restored(
+    restore: Callable[[dict[str, Any]], dict[str, Any]],
+    wanted: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Restores parts of a checkpoint; without 'opt_state', 'params' are the parameters for evaluation."""
+    parts = dict(wanted)
+    if {"params", "opt_state"} & set(wanted) != {"params"} or not (
+        schedule_free.keeps_evaluation_params(shapes.get("opt_state"))
+    ):
+        return restore(parts)
+    # A schedule-free optimizer computes the parameters for evaluation from its state. Read the state
+    # replicated, because only the shardings of the parameters are known here.
+    sharding = next(leaf.sharding for leaf in jax.tree.leaves(wanted["params"]))
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=PartitionSpec())
+    parts["opt_state"] = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes["opt_state"],
+    )
+    arrays = restore(parts)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["params"])
+    evaluated = jax.jit(schedule_free.evaluation_params, out_shardings=shardings)
+    return arrays | {"params": evaluated(arrays.pop("opt_state"), arrays["params"])}
 
 
 def _unfinished(position: Position, step: int) -> str:

@@ -1,22 +1,86 @@
-"""The checkout that the package lies in, if it lies in one: its commit, and changes since."""
+"""The commit of the running code, and whether the code has changed since.
 
+The commit comes from the package's git checkout. In a copy of the code without git, it comes from
+the file that `LAMB_TPU_COMMIT_FILE` names and `stamp` wrote, or from `archived.txt`, into which
+`git archive` writes the commit.
+"""
+
+import hashlib
+import json
+import os
 import pathlib
+import re
 import subprocess
 
-# Code that may be new. Elsewhere in a checkout a user's files do not change what the package does.
-_CODE = tuple(
-    f":(top){folder}/*.{suffix}"
-    for folder in ("lamb_tpu", "configs", "experiments")
-    for suffix in ("py", "toml")
-)
+from lamb_tpu.errors import ABSENT, UserError
+from lamb_tpu.files import reading, writing
+
+VARIABLE = "LAMB_TPU_COMMIT_FILE"
+_FOLDERS, _SUFFIXES = ("lamb_tpu", "configs", "experiments"), ("py", "toml")
+# Untracked files that count as changed code. Other files of a user do not change the package.
+_CODE = tuple(f":(top){folder}/*.{suffix}" for folder in _FOLDERS for suffix in _SUFFIXES)
 
 
 def commit() -> str | None:
-    """Returns the commit of the package's checkout, with '+' if code has changed, or None.
+    """Returns the commit of the package's code, with '+' if the code has changed; None if unknown.
 
-    Ignores committed measurement records; only code marks the tree as changed.
+    Ignores measurement records; only code marks the tree as changed.
     """
+    return _of_git() or _of_file(os.environ.get(VARIABLE)) or _archived()
 
+
+def stamp(path: pathlib.Path) -> str:
+    """Writes the commit and a digest of the code for a copy without git; returns the commit.
+
+    Rejects code that has changed since the commit.
+    """
+    head = _of_git()
+    if head is None:
+        problem = "is not a git checkout, so its code has no commit"
+        raise UserError(_root(), ABSENT, problem, "start from a checkout")
+    if is_changed(head):
+        problem = (
+            f"has changed since commit {head[:-1]}, and tables take no records of changed code"
+        )
+        raise UserError("the code", ABSENT, problem, "commit the changes first")
+    writing.replace(path, json.dumps({"commit": head, "code": _digest()}) + "\n")
+    return head
+
+
+def _root() -> pathlib.Path:
+    return pathlib.Path(__file__).resolve().parents[2]
+
+
+def _digest() -> str:
+    root, digest = _root(), hashlib.sha256()
+    paths = (
+        path.relative_to(root)
+        for folder in _FOLDERS
+        for suffix in _SUFFIXES
+        for path in (root / folder).rglob(f"*.{suffix}")
+    )
+    for path in sorted(paths):
+        content = hashlib.sha256((root / path).read_bytes()).hexdigest()
+        digest.update(f"{path.as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _of_file(file: str | None) -> str | None:
+    if not file:
+        return None
+    try:
+        stored = reading.parse_json(reading.read_text(pathlib.Path(file)))
+        known, code = stored["commit"], stored["code"]
+        if not (isinstance(known, str) and isinstance(code, str) and known.isalnum()):
+            raise ValueError("it has no commit and digest")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"is not a file with a commit ({error})"
+        remedy = "make it again in the checkout, or unset the variable"
+        raise UserError(VARIABLE, file, problem, remedy) from None
+    return known if code == _digest() else f"{known}+"
+
+
+def _of_git() -> str | None:
     def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             ["git", *arguments],
@@ -27,7 +91,7 @@ def commit() -> str | None:
         )
 
     try:
-        # An installed package may lie inside the checkout of another project.
+        # An installed package may be inside the checkout of another project.
         if git("ls-files", "--error-unmatch", pathlib.Path(__file__).name).returncode:
             return None
         head = git("rev-parse", "--short=12", "HEAD")
@@ -38,6 +102,15 @@ def commit() -> str | None:
     return None if head.returncode else head.stdout.strip() + ("+" if changed or added else "")
 
 
+def _archived() -> str | None:
+    """Returns the commit that `git archive` wrote (see .gitattributes); None without an archive."""
+    try:
+        text = (pathlib.Path(__file__).parent / "archived.txt").read_text().strip()
+    except OSError:
+        return None
+    return text[:12] if re.fullmatch("[0-9a-f]{40,64}", text) else None
+
+
 def is_changed(commit: str | None) -> bool:
-    """Returns whether `commit` is of a tree with uncommitted changes."""
+    """Returns whether `commit` marks a tree with uncommitted changes."""
     return commit is not None and commit.endswith("+")

@@ -1,7 +1,8 @@
-"""Checkpoints of a run: the train state and the data position, saved and restored together."""
+"""Checkpoints of a run: the train state and the position, saved and restored together."""
 
 import contextlib
 import copy
+import functools
 import pathlib
 import shutil
 import tempfile
@@ -13,15 +14,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from lamb_tpu.cluster import distributed
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ABSENT, UserError
 from lamb_tpu.files import buckets, reading, writing
 from lamb_tpu.store import checksums
 from lamb_tpu.store.saving import Background
 
 T = TypeVar("T")
-_REMOVALS = 20  # attempts
+_REMOVALS = 20  # attempts to remove unfinished checkpoints
+_METADATA = "_CHECKPOINT_METADATA"  # Orbax's name for the file with a checkpoint's metadata
+_REPORTED = 5  # damaged checkpoints that get a message each
 _SAVE = ocp.training.save_decision_policies
 _KEEP = ocp.training.preservation_policies
 
@@ -29,21 +33,19 @@ _KEEP = ocp.training.preservation_policies
 class Checkpoints:
     """The checkpoints of one workdir, named by completed updates.
 
-    Saves are asynchronous: the state is copied off the devices, then written by threads while
+    Saves are asynchronous: the state is copied off the devices, then threads write it while
     training continues. A checkpoint gets its name only when it is complete, with the checksums of
-    its files. `wait` waits for that; `failure` returns the error of a failed save. Use as a context
-    manager, or call `close`: both wait for a save in progress.
+    its files. `wait` waits for that; `failure` returns the error of a failed save. Use this class as
+    a context manager, or call `close`; both wait for a save in progress. If the folder cannot be
+    written, every process raises a UserError.
 
     Args:
       directory: folder of the checkpoints; created if it is missing.
       keep: number of newest checkpoints to keep.
       report: called with a sentence when a damaged checkpoint is skipped.
-      writes: False for a reader, which must not remove what a run is saving at the same time.
-      keep_besides: returns whether to keep the checkpoint of an update that is no longer one of the
-        newest; called at each save.
-
-    Raises:
-      UserError: `directory` must be written but cannot be; it is raised in every process.
+      writes: False for a reader, which must not remove a checkpoint that a run is saving.
+      keep_besides: called at each save with the update of each checkpoint; returns whether to keep
+        it even if it is not among the newest.
     """
 
     def __init__(
@@ -55,10 +57,13 @@ class Checkpoints:
         keep_besides: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._in_bucket = buckets.is_remote(directory)
+        if self._in_bucket:
+            _limit_retries()
         self.directory = directory if self._in_bucket else directory.resolve()
         self._report = report
         self._saving: int | None = None
-        self._is_told = False  # whether the caller has the error of the failed save
+        self._saved: int | None = None  # the newest update that is known to be saved
+        self._is_reported = False  # whether the caller has received the error of the failed save
         self._background = Background()
         self._resources = contextlib.ExitStack()
         if writes:
@@ -67,34 +72,43 @@ class Checkpoints:
                     self.directory.mkdir(parents=True, exist_ok=True)
             self.try_out()
             if jax.process_index() == 0:
-                self._remove_unfinished()  # Orbax would, in a thread that may outlive the run
+                self._remove_unfinished()  # Orbax would do it in a thread that may outlive the run
+        self._check_metadata()
         self._path = self._plain_path()
         context = ocp.Context()
-        # When Orbax creates directories in a thread, it reports a failure only after 300 s. Several
-        # processes need it all the same: none may raise while the others wait at Orbax' barriers.
+        # If Orbax creates directories in a thread, it reports a failure only after 300 s. With
+        # several processes it must: none of them may raise while others wait at Orbax's barriers.
         context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
-        # A function and not a method, which Orbax would copy together with this object.
+        # A function, not a method: Orbax would copy a method together with this object.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
-        # JSON is written as one file; by default Orbax would write every number as an array.
+        # Write JSON as one file; by default Orbax writes each number as an array.
         context.checkpointables.registry = ocp.handlers.local_registry()
         context.checkpointables.registry.add(
             ocp.handlers.JsonHandler, checkpointable_name="position"
         )
         self._checkpointer = ocp.training.Checkpointer(
             self._path,
-            # The trainer decides when to save; Orbax' default would save continuously.
+            # The trainer decides when to save; Orbax's default saves continuously.
             save_decision_policy=_SAVE.FixedIntervalPolicy(1),
             preservation_policy=_KEEP.AnyPreservationPolicy(
                 [_KEEP.LatestN(keep), _Chosen(keep_besides)]
             ),
             context=context,
         )
-        # Orbax also polls JAX for a preemption, with the update as the number of the poll. That
-        # would disturb the numbers by which `Preemption` stops all processes at the same poll.
+        # Orbax also polls JAX for a preemption, and numbers polls by updates. That would disturb the
+        # numbers with which `Preemption` stops all processes at the same poll.
         self._checkpointer._manager.reached_preemption = lambda step: False
 
+    def _check_metadata(self) -> None:
+        """Rejects a pipe or a device in place of the file that Orbax reads to list checkpoints."""
+        if self._in_bucket:
+            return
+        for file in self.directory.glob(f"*/{_METADATA}"):
+            if (kind := reading.kind(file)) not in (None, "a file"):
+                raise UserError(file, ABSENT, f"is {kind}, not a file", "remove that checkpoint")
+
     def _plain_path(self) -> pathlib.Path:
-        """Returns a path of the directory without [ ] * and ?, which Orbax takes for a pattern."""
+        """Returns a path of the directory without [ ] * ?, which Orbax treats as a pattern."""
         if not reading.has_pattern(self.directory):
             return self.directory
         link = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="lamb_tpu-"))
@@ -103,17 +117,19 @@ class Checkpoints:
         return path
 
     def steps(self) -> list[int]:
-        """Completed updates of the checkpoints on disk, ascending."""
-        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+        """Returns the completed updates of the checkpoints on disk, ascending."""
+        # `Checkpointer.checkpoints` also reads a time for each checkpoint. For thousands, this takes
+        # most of a second.
+        return sorted(self._checkpointer._manager.all_steps())
 
     def _remove_unfinished(self) -> None:
         if self._in_bucket:
-            with writing.checked(self.directory), buckets.plain_errors():
+            with writing.checked(self.directory), buckets.plain_errors(self.directory):
                 for folder in buckets.children(self.directory):
                     if not checksums.is_committed(folder):
                         buckets.remove(folder)
             return
-        # Threads of the save that failed may still be writing there.
+        # Threads of a failed save may still be writing there.
         for _ in range(_REMOVALS):
             folders = list(self.directory.glob("*.orbax-checkpoint-tmp*"))
             for folder in folders:
@@ -123,49 +139,44 @@ class Checkpoints:
             time.sleep(0.1)
 
     def try_out(self) -> None:
-        """Writes a small file where checkpoints go, to find a bad disk before work is lost.
+        """Writes a small file into the folder, to detect a bad disk before work is lost.
 
-        All processes must call it.
-
-        Raises:
-          UserError: the file cannot be written; it is raised in every process.
+        All processes must call it, and it raises in all of them.
         """
         with distributed.together():
             try:
                 writing.try_out(self.directory)
             except OSError as error:
                 raise self._gone() or UserError(
-                    f"no checkpoint can be saved in {self.directory} ({writing.reason(error)}); "
-                    f"{self._what_is_safe()}"
+                    self.directory,
+                    problem=f"cannot be written ({writing.reason(error)})",
+                    remedy=self._remedy(),
                 ) from None
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Starts saving `state` (a pytree of arrays) and `position` (JSON values) as update `step`.
 
-        Both may be changed, or donated, as soon as the call returns.
-
-        Checkpoints of this and of later updates are removed first. They can only be damaged ones
-        that a resumed run has skipped, and would count among those to keep.
-
-        Raises:
-          UserError: this save or the one before failed; the message names the safe checkpoint.
+        Both may be changed or donated as soon as the call returns. Existing checkpoints of this and of
+        later updates are removed first: the run skipped them as damaged when it resumed, and they would
+        count as the newest. Raises if this save or the previous one failed.
         """
-        # One save at a time. An error of the last one must be raised before another begins.
+        # Only one save runs at a time, and its error must be raised before the next save begins.
         self.wait()
         self.try_out()
-        # A list of its own, because deleting changes the steps.
+        # Copy the list, because deleting changes the steps.
         for damaged in [there for there in self.steps() if there >= step]:
             self._checkpointer.delete(damaged)
         self._saving = step
         try:
             self._background.begin()
-            response = self._checkpointer.save_checkpointables_async(
-                # Orbax copies the arrays now, but reads JSON values later, in its thread.
-                step,
-                {"state": state, "position": copy.deepcopy(position)},
-            )
+            with self._waiting(f"saving the checkpoint of update {step}"):
+                response = self._checkpointer.save_checkpointables_async(
+                    # Orbax copies arrays now but reads JSON values later in its thread.
+                    step,
+                    {"state": state, "position": copy.deepcopy(position)},
+                )
             self._background.started(response)
-        except Exception as error:  # Orbax and TensorStore raise many types
+        except Exception as error:  # Orbax and TensorStore raise many types of errors
             self._background.fail(error)
             raise self._failed(error) from None
 
@@ -177,61 +188,68 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits for a save in progress, and checks that its checkpoint is complete.
 
-        All processes must call it.
-
-        Raises:
-          UserError: the save failed; the message names the safe checkpoint. It is raised in every
-            process.
+        All processes must call it; a failed save raises in all of them.
         """
         if self._saving is not None:
             with distributed.together():
                 self._finish()
-            self._saving = None
+            self._saved, self._saving = self._saving, None
 
     def _finish(self) -> None:
         try:
-            self._background.wait()
+            with self._waiting(f"saving the checkpoint of update {self._saving}"):
+                self._background.wait()
             if jax.process_index() == 0:
                 folder = self.directory / str(self._saving)
-                # Names only: the files have just been read for their checksums.
+                # Check only names: the files have just been read for their checksums.
                 if (damage := checksums.find_damage(folder, contents=False)) is not None:
                     raise ValueError(damage)
         except Exception as error:
             self._background.fail(error)
             raise self._failed(error) from None
 
+    def _waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that reports from time to time that Orbax waits for the bucket."""
+        if not self._in_bucket:
+            return contextlib.nullcontext()
+        return buckets.reporting(f"{what} in {self.directory}")
+
     def _failed(self, error: BaseException) -> UserError:
-        self._is_told = True
-        # A missing folder explains any error, and needs other advice.
+        self._is_reported = True
+        if self._in_bucket and buckets.is_unavailable(error):
+            buckets.give_up(self.directory)
+        # A missing folder explains any error and needs a different remedy.
         return self._gone() or UserError(
-            f"the checkpoint of update {self._saving} cannot be saved in {self.directory} "
-            f"({writing.reason(error)}); {self._what_is_safe()}"
+            f"the checkpoint of update {self._saving}",
+            problem=f"cannot be saved in {self.directory} ({writing.reason(error)})",
+            remedy=self._remedy(),
         )
 
     def _gone(self) -> UserError | None:
-        return (
-            None
-            if self._in_bucket or self.directory.is_dir()
-            else UserError(
-                f"the folder of the checkpoints, {self.directory}, is no longer there; put it back and "
-                "start the same command again, or start it with another --workdir"
-            )
+        if self._in_bucket or self.directory.is_dir():
+            return None
+        return UserError(
+            f"the folder of the checkpoints, {self.directory},",
+            problem="no longer exists",
+            remedy="put it back and start the same command again, or use another --workdir",
         )
 
-    def _what_is_safe(self) -> str:
-        repair = writing.repair(self.directory)
+    def _remedy(self) -> str:
+        again = f"{writing.repair(self.directory)}, then start the same command again"
         # The disk may be the one that has just failed.
+        steps: list[int] | None = None
         with contextlib.suppress(OSError):
-            if steps := [int(path.name) for path in self._complete()]:
-                return (
-                    f"that of update {max(steps)} is safe: {repair}, then start the same command "
-                    "again to go on from there"
-                )
-        return f"none is there yet: {repair}, then start the same command again"
+            steps = [int(path.name) for path in self._complete()]
+        if steps:
+            return f"{again}: the checkpoint of update {max(steps)} is safe"
+        if self._saved is None:
+            return f"{again}: there is no checkpoint yet" if steps == [] else again
+        lost = "no longer exists" if steps == [] else "cannot be read now"
+        return f"{again}: the checkpoint of update {self._saved} {lost}"
 
     def _complete(self) -> list[pathlib.Path]:
         if self._in_bucket:
-            with buckets.plain_errors():
+            with buckets.plain_errors(self.directory):
                 return list(filter(checksums.is_committed, buckets.children(self.directory)))
         return [
             path
@@ -242,55 +260,38 @@ class Checkpoints:
     def _seal(self) -> None:
         """Adds the checksums after all files are written and before the checkpoint gets its name.
 
-        Orbax calls this in its thread on process 0, after a barrier behind every process' last
-        write.
+        Orbax calls this in its thread on process 0, after a barrier that follows all writes.
         """
         if jax.process_index() == 0:
-            if self._in_bucket:  # which cannot rename; there a last file makes it complete
+            if self._in_bucket:  # a bucket cannot rename; a last file marks completion
                 folder = self.directory / str(self._saving)
             else:
-                # Orbax' temporary name of the checkpoint, such as 7.orbax-checkpoint-tmp.
+                # Orbax's temporary name of the checkpoint, such as 7.orbax-checkpoint-tmp.
                 (folder,) = self.directory.glob(f"{self._saving}.*")
             checksums.write(folder)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns state and position of update `step`, placed as `abstract_state` says.
+        """Returns state and position of update `step`, with the shardings of `abstract_state`.
 
-        Args:
-          step: one of `steps()`.
-          abstract_state: pytree of `jax.ShapeDtypeStruct`s with shardings; or a function that
-            returns it from the checkpoint's `shapes`.
-
-        Raises:
-          UserError: there is no such checkpoint (the message lists the existing ones), or it is
-            damaged.
+        `abstract_state` is a pytree of `jax.ShapeDtypeStruct`s with shardings, or a function that
+        returns it, given the checkpoint's `shapes`.
         """
+        return self._read(step, lambda: self._load(step, abstract_state))
 
-        def load() -> tuple[Any, dict[str, Any]]:
-            state = abstract_state
-            if callable(state):
-                state = state(self._shapes(step))
-            loaded = self._checkpointer.load_checkpointables(
-                step, {"state": state, "position": None}
-            )
-            return jax.block_until_ready(loaded["state"]), loaded["position"]
-
-        return self._read(step, load)
+    def _load(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        if callable(abstract_state):
+            abstract_state = abstract_state(self._shapes(step))
+        loaded = self._checkpointer.load_checkpointables(
+            step, {"state": abstract_state, "position": None}
+        )
+        return jax.block_until_ready(loaded["state"]), loaded["position"]
 
     def shapes(self, step: int) -> dict[str, Any]:
-        """Returns shapes and dtypes of the state of update `step`, without reading its arrays.
-
-        Returns:
-          The state's fields as dicts and lists of `jax.ShapeDtypeStruct`s, without random keys.
-
-        Raises:
-          UserError: see `restore`.
-        """
-
+        """Returns the `jax.ShapeDtypeStruct`s of the state of update `step`, without random keys."""
         return self._read(step, lambda: self._shapes(step))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the position of update `step`, for which `shapes` has succeeded."""
+        """Returns the position of update `step`; call `shapes` first to check the checkpoint."""
         return self._checkpointer.load_checkpointables(step, {"position": None})["position"]
 
     def _shapes(self, step: int) -> dict[str, Any]:
@@ -302,99 +303,103 @@ class Checkpoints:
         }
 
     def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        """Reads some of the arrays of update `step`, placed as `abstract` says.
+        """Reads some of the arrays of update `step`, with the shardings of `abstract`.
 
-        Args:
-          step: one of `steps()` for which `shapes` has succeeded.
-          abstract: fields of the state, or some of the keys of the dicts in them, as
-            `jax.ShapeDtypeStruct`s with shardings.
+        `abstract` has fields of the state, or some keys of their dicts. Call `shapes` first: it
+        checks the files.
         """
         context = ocp.Context()
-        # Otherwise Orbax wants the whole structure of the state.
+        # Otherwise Orbax expects the complete structure of the state.
         context.pytree.loading.partial_load = True
         with context:
-            found = ocp.load(self._path / str(step), abstract, checkpointable_name="state")
-        return jax.block_until_ready(found)
+            arrays = ocp.load(self._path / str(step), abstract, checkpointable_name="state")
+        return jax.block_until_ready(arrays)
 
     def _read(self, step: int, load: Callable[[], T]) -> T:
-        """Calls `load` after comparing the files of update `step` with their checksums."""
+        """Calls `load` after checking that the checkpoint of update `step` exists and is not damaged."""
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
-            raise UserError(f"{self.directory} has no checkpoint of update {step}; it has: {there}")
+            problem = f"has no checkpoint of update {step}"
+            raise UserError(self.directory, ABSENT, problem, f"use one of: {there}")
+        return self._attempt(step, load)
+
+    def _attempt(self, step: int, load: Callable[[], T]) -> T:
+        """Calls `load` after comparing the files of update `step` with their checksums."""
         try:
-            damage = self._find_damage(step)
-            if damage is None:
-                return load()
-        except Exception as error:  # Orbax and TensorStore raise many types
+            with self._waiting(f"reading the checkpoint of update {step}"):
+                damage = self._find_damage(step)
+                if damage is None:
+                    return load()
+        except Exception as error:  # Orbax and TensorStore raise many types of errors
             damage = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(
-            f"the checkpoint of update {step} in {self.directory} cannot be read ({damage})"
-        )
+        key = f"the checkpoint of update {step} in {self.directory}"
+        raise UserError(key, problem=f"cannot be read ({damage})")
 
     def _find_damage(self, step: int) -> str | None:
-        """Returns the damage that process 0 finds; all processes get the same conclusion."""
+        """Returns the damage that process 0 finds, or None; all processes agree on whether it is None."""
         damage = None
         if jax.process_index() == 0:
             damage = checksums.find_damage(self.directory / str(step))
-        # One conclusion for all: if some processes took another checkpoint, or raised, the others
-        # would wait for them in the next collective operation.
+        # All processes must agree: if some of them took another checkpoint, or raised, the other
+        # processes would wait for them in the next collective operation.
         damaged = multihost_utils.broadcast_one_to_all(np.bool_(damage is not None))
         return (damage or "process 0 finds it damaged") if damaged else None
 
     def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """Returns the newest readable checkpoint, or None if there are no checkpoints.
 
-        A checkpoint that cannot be read is reported, and the one before it is tried.
-
-        Raises:
-          UserError: there are checkpoints, but none can be read.
+        Reports a checkpoint that cannot be read, and tries the previous checkpoint. Raises a UserError if
+        none can be read.
         """
-        return self._latest(lambda step: self.restore(step, abstract_state))
+        return self._latest(lambda step: self._load(step, abstract_state))
 
     def latest_shapes(self) -> tuple[int, dict[str, Any]] | None:
-        """Returns the update of the newest readable checkpoint and its `shapes`, or None.
+        """Returns the update of the newest readable checkpoint and its `shapes`, or None."""
+        return self._latest(lambda step: (step, self._shapes(step)))
 
-        Raises:
-          UserError: see `restore_latest`.
-        """
-        return self._latest(lambda step: (step, self.shapes(step)))
-
-    def _latest(self, read: Callable[[int], T]) -> T | None:
-        steps = self.steps()
-        for step in reversed(steps):
+    def _latest(self, load: Callable[[int], T]) -> T | None:
+        steps = self.steps()  # once: listing thousands repeatedly would take minutes
+        for number, step in enumerate(reversed(steps), start=1):
             try:
-                return read(step)
+                result = self._attempt(step, functools.partial(load, step))
+                self._saved = step
+                return result
             except UserError as error:
-                self._report(f"{error}; trying the one before it")
+                if number <= _REPORTED:
+                    self._report(f"{error}; trying the previous checkpoint")
+                if number == _REPORTED and len(steps) > number:
+                    self._report(
+                        f"the {len(steps) - number:,} checkpoints before it are tried without a "
+                        "message for each"
+                    )
         if steps:
             raise UserError(
-                f"none of the checkpoints {steps} in {self.directory} can be read; move the folder "
-                "away to start again, or give another one"
+                f"none of the checkpoints {steps} in {self.directory}",
+                problem="can be read",
+                remedy="move the folder away to start again, or give another one",
             )
         return None
 
     def close(self) -> None:
-        """Waits for a save in progress; its checkpoint is complete if nothing is raised.
-
-        Raises:
-          UserError: the save failed; unlike in `wait`, it is raised in this process only.
-        """
+        """Waits for a save in progress; if it failed, raises in this process only, unlike `wait`."""
         with self._resources:
             try:
                 if self._saving is not None and self._background.error is None:
                     self._finish()
-                    self._saving = None
+                    self._saved, self._saving = self._saving, None
             finally:
-                # After a failed save of several processes nothing is closed: Orbax' threads wait
-                # for those of the process that failed.
+                # After a failed save of several processes, close nothing: Orbax's threads wait for
+                # those of the failed process.
                 if self._background.error is None:
                     self._checkpointer.close()
                 elif jax.process_count() == 1:
                     with contextlib.suppress(Exception):  # already reported
                         self._checkpointer.close()
-                    self._remove_unfinished()  # it takes space on a disk that may be full
-                    self._background.end()
-            if self._background.error is not None and not self._is_told:
+                    # The failed save takes space on a disk that may be full. In a bucket the next
+                    # start removes it, because this start has waited for the bucket long enough.
+                    if not self._in_bucket:
+                        self._remove_unfinished()
+            if self._background.error is not None and not self._is_reported:
                 raise self._failed(self._background.error)
 
     def __enter__(self) -> "Checkpoints":
@@ -406,11 +411,24 @@ class Checkpoints:
         except UserError as error:
             if kind is None:
                 raise
-            self._report(str(error))  # the error that ended the run must be the one raised
+            self._report(str(error))  # do not hide the error that ended the run
+
+
+def _limit_retries() -> None:
+    """Makes TensorStore give up on an unresponsive bucket sooner than after its default of 15 minutes.
+
+    Orbax has no option for this, but copies these dicts into each context that it makes.
+    """
+    limits = {"max_retries": 5, "initial_delay": "1s", "max_delay": "16s"}
+    for context in (
+        tensorstore_utils._BASE_TS_CONTEXT,
+        tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
+    ):
+        context.setdefault("gcs_request_retries", limits)
 
 
 class _Chosen:
-    """Orbax' preservation policy for a function of the update."""
+    """A preservation policy for Orbax, given by a function of the update."""
 
     def __init__(self, keeps: Callable[[int], bool]) -> None:
         self._keeps = keeps

@@ -1,8 +1,7 @@
-"""Checksums of a checkpoint's files, kept inside it; Orbax has none for the values of arrays.
+"""Checksums of a checkpoint's files, stored inside it; Orbax has none for the values of arrays.
 
-On a disk they are SHA-256, computed from what was written. In a bucket they are the MD5 that the
-bucket has computed itself, so that no checkpoint is read back. A checkpoint may be copied from one
-to the other: either file serves in both.
+On a disk they are SHA-256 sums. In a bucket they are the MD5 sums that the bucket computes, so that
+nothing is read back. Both are accepted on a disk and in a bucket, so a checkpoint may be copied.
 """
 
 import fnmatch
@@ -11,28 +10,22 @@ import json
 import pathlib
 from collections.abc import Collection
 
-from lamb_tpu.files import buckets
+from lamb_tpu.files import buckets, reading
 
 NAME = "sha256.json"
 IN_BUCKET = "md5.json"
-_COMMITTED = "commit_success.txt"  # which Orbax writes last
-# Files of a complete checkpoint. Orbax first writes each process' part of the state; the merge
+_COMMITTED = "commit_success.txt"  # written last by Orbax
+# Files of a complete checkpoint. Orbax first writes the shards of each process; merging them
 # creates the manifest and d/.
 _NEEDED = ("position/data.json", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes the checksum of every file in the folders below `folder` into a file there.
-
-    That is sha256.json, and md5.json in a bucket.
-
-    Raises:
-      ValueError: a file that is needed to read the checkpoint is missing.
-    """
-    # Checksums of an incomplete checkpoint would fit it perfectly, so it is refused first.
+    """Writes the checksums of a checkpoint's files; raises a ValueError if the checkpoint is incomplete."""
+    # The checksums of an incomplete checkpoint would match its files, so reject it first.
     there = _files(folder)
     if (missing := _missing(there)) is not None:
-        raise ValueError(f"{missing} is missing: it was not written whole")
+        raise ValueError(f"{missing} is missing: the checkpoint is incomplete")
     if buckets.is_remote(folder):
         name, sums = IN_BUCKET, {n: md5 or _digest(folder / n, "md5") for n, md5 in there.items()}
     else:
@@ -41,19 +34,22 @@ def write(folder: pathlib.Path) -> None:
 
 
 def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
-    """Returns the damage to the files of `folder`, or None if they are as they were written.
+    """Returns a description of damage to a checkpoint; None if it is intact.
 
-    Args:
-      folder: folder of the checkpoint.
-      contents: False only checks that all files exist.
+    Without `contents`, checks only that all files exist.
     """
     try:
         if buckets.is_remote(folder) and not is_committed(folder):
             return f"{_COMMITTED} is missing"
         kind = "md5" if (folder / IN_BUCKET).exists() else "sha256"
         file = IN_BUCKET if kind == "md5" else NAME
-        sums = json.loads((folder / file).read_text())
-        # In the order of cost: names first, then the contents of each file.
+        try:
+            sums = reading.read_json(folder / file)
+        except ValueError as error:
+            return f"{file} cannot be read: {error}"
+        if not isinstance(sums, dict):
+            return f"{file} is not a JSON object"
+        # Cheapest first: names, then the contents of each file.
         there = _files(folder)
         for name in sums.keys() - set(there):
             return f"{name} is missing"
@@ -62,14 +58,13 @@ def find_damage(folder: pathlib.Path, contents: bool = True) -> str | None:
                 return f"{name} is not in {file}"
             known = md5 if kind == "md5" else None
             if contents and (known or _digest(folder / name, kind)) != sums[name]:
-                return f"{name} is not as it was written"
+                return f"{name} has changed since it was written"
         if (missing := _missing(there)) is not None:
             return f"{missing} is missing"
     except FileNotFoundError:
         return f"{file} is missing"
-    # The file of checksums may be damaged itself: no JSON, or JSON that is no object.
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (OSError, ValueError) as error:
+        return str(error)
     return None
 
 
@@ -78,16 +73,16 @@ def _missing(names: Collection[str]) -> str | None:
 
 
 def is_committed(folder: pathlib.Path) -> bool:
-    """Returns whether a folder in a bucket is a checkpoint that was saved to its end.
+    """Returns whether a folder in a bucket is a complete checkpoint.
 
-    On a disk the name of the folder tells, but an object store cannot rename.
+    On a disk, renaming marks a complete checkpoint, but an object store cannot rename.
     """
     return folder.name.isdecimal() and (folder / _COMMITTED).exists()
 
 
 def _files(folder: pathlib.Path) -> dict[str, str | None]:
-    """Returns the files in the folders below `folder`, with their MD5 where it is known."""
-    # Files directly in the folder are left out: Orbax still changes them when it commits.
+    """Returns the files in subfolders of `folder`, with their MD5 sums if known."""
+    # Files directly in the folder are omitted: Orbax still changes them when it commits.
     if buckets.is_remote(folder):
         return {name: md5 for name, md5 in sorted(buckets.sums(folder).items()) if "/" in name}
     return dict.fromkeys(

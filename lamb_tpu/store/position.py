@@ -1,4 +1,4 @@
-"""The position of a run: the part of a checkpoint that is not arrays."""
+"""The position of a run: the part of a checkpoint that is JSON, not arrays."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,20 +7,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Progress of a run beside its train state, as JSON values.
+    """The progress of a run besides its train state, as JSON values.
 
     Attributes:
       loader: the data position, see `TrainLoader.state`.
-      observers: states of the observers by their names, see `watch.observer.Observer.state`.
+      observers: states of the observers by name, see `watch.observer.Observer.state`.
       unlogged: metrics of the updates since the last record, as sums and weights.
       eval_due: whether the evaluation of this update is still to be done, or was interrupted.
-      seconds: time of training, evaluation and saving, over all starts.
+      seconds: time of training, evaluation and saving, in seconds, over all starts.
       startup: time before the first update of each start, in seconds, over all starts.
-      starts: number of starts of the run.
-      total_steps: updates of the full run, by what is known at this update; None in checkpoints of
-        older versions.
-      end_reason: why the run ends at this update before its last one, such as 'stopped at its
-        target'; '' if it does not.
+      starts: number of starts of the run so far.
+      total_steps: updates of the full run, as known at this update; None in older checkpoints.
+      records: number of records in metrics.jsonl, by kind; empty in older checkpoints.
+      end_reason: why the run ends early at this update, such as 'stopped at its target'.
     """
 
     loader: Mapping[str, Any] | None = None
@@ -31,18 +30,19 @@ class Position:
     startup: float = 0.0
     starts: int = 0
     total_steps: int | None = None
+    records: Mapping[str, int] = dataclasses.field(default_factory=dict)
     end_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns one flat dict, with the observers' states under their names."""
-        # Not `dataclasses.asdict`, which would copy the observers' states in depth.
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**own.pop("observers"), **own}
+        """Returns a flat dict with the observers' states under their names."""
+        # `dataclasses.asdict` would deep-copy the observers' states.
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields.pop("observers"), **fields}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Position":
         """Returns the position that `to_json` wrote; missing keys get their defaults."""
-        # Any other key is the name of an observer, also of one that this run does not have.
-        own = {field.name for field in dataclasses.fields(cls)} - {"observers"}
-        observers = {name: value for name, value in saved.items() if name not in own}
-        return cls(observers=observers, **{name: saved[name] for name in own if name in saved})
+        # Any other key is the name of an observer, even if this run does not have it.
+        fields = {field.name for field in dataclasses.fields(cls)} - {"observers"}
+        observers = {name: value for name, value in saved.items() if name not in fields}
+        return cls(observers=observers, **{name: saved[name] for name in fields if name in saved})

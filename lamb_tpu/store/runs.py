@@ -1,81 +1,93 @@
-"""Files that a run has left in its workdir, read for tables and plots."""
+"""Reading the files in a run's workdir, for tables and plots."""
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import ABSENT, UserError
 from lamb_tpu.files import buckets
 from lamb_tpu.optim import durations
-from lamb_tpu.store.metrics import read_records
+from lamb_tpu.store.metrics import read_receipts, read_records
 from lamb_tpu.store.workdir import Workdir
 
 _KEYS = ("optimizer.name", "model.name", "data.name", "batch_size", "duration")
 
 
 class RunFiles(NamedTuple):
-    """A run that has begun.
-
-    Attributes:
-      folder: its workdir.
-      config: its flattened config.
-      metrics: its metrics.jsonl.
-    """
+    """A run that has begun: its workdir, flattened config, and path of metrics.jsonl."""
 
     folder: Workdir
     config: Mapping[str, Any]
     metrics: pathlib.Path
 
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the records of a kind, see `metrics.MetricsWriter`."""
-        return read_records(self.metrics, kind)
+    def records(self, kind: str, keys: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Returns the records of a kind, see `metrics.read_records`."""
+        return read_records(self.metrics, kind, keys)
 
     def receipt(self) -> dict[str, Any]:
         """Returns versions and hardware of the last start; empty if they are missing."""
-        starts = read_records(self.folder.run) if self.folder.run.exists() else []
+        starts = read_receipts(self.folder.run) if self.folder.run.exists() else []
         return starts[-1] if starts else {}
 
     def unfinished(self) -> str:
         """Returns why the run is not complete, such as 'is at 1.5 of 30 epochs'; '' if it is."""
-        evaluations, trained = self.records("eval"), self.records("train")
+        evaluations, trained = self.records("eval", ["epoch"]), self.records("train")
         if not evaluations or not trained or evaluations[-1]["step"] < trained[-1]["step"]:
             return "has no evaluation at its end"
         if self.config.get("target.stop") and self.records("target"):
             return ""
-        duration, last = durations.parse(self.config["duration"]), evaluations[-1]
+        last, text = evaluations[-1], self.config["duration"]
+        try:
+            duration = durations.parse(text)
+            if duration.unit == "percent":
+                raise ValueError(f"{text!r} is not the length of a run")
+        except ValueError as error:
+            key = f"duration in {self.folder.config}"
+            raise UserError(key, ABSENT, f": {error}", "restore the file") from None
+        # Count examples: if the batch changes, '60 steps' means 60 updates of config.batch_size.
+        examples = examples_at(last, trained, self.config["batch_size"])
         done = {
-            "steps": last["step"],
+            "steps": examples / self.config["batch_size"],
             "epochs": last["epoch"],
-            "examples": last["step"] * self.config["batch_size"],
+            "examples": examples,
         }[duration.unit]
-        return "" if done >= duration.value else f"is at {done:g} of {self.config['duration']}"
+        # Compare floats: the float 0.3 (18,000 of 60,000 examples) is below the fraction 3/10.
+        return "" if done >= float(duration.value) else f"is at {done:g} of {text}"
+
+
+def examples_at(
+    record: Mapping[str, Any], trained: Sequence[Mapping[str, Any]], batch_size: int
+) -> int:
+    """Returns the number of examples that a run had seen at one of its records.
+
+    Training records count examples only if the batch changes; evaluation records never do.
+    """
+    if "examples" in record:
+        return record["examples"]
+    counted = next((each for each in trained if each.get("examples") and each.get("epoch")), None)
+    if counted is None:
+        return record["step"] * batch_size
+    # Epochs are proportional to examples.
+    return round(record["epoch"] * counted["examples"] / counted["epoch"])
 
 
 def read(workdir: str | os.PathLike[str], key: str = "--workdir") -> RunFiles:
-    """Reads the folder of a run that has begun.
-
-    Args:
-      workdir: the folder.
-      key: the flag or argument that names it, for messages.
-
-    Raises:
-      UserError: it holds no run, one of several phases, or a damaged file.
-    """
+    """Reads the folder of a run, which the flag `key` names; rejects the folder of several phases."""
     folder = Workdir(workdir, key)
     if buckets.is_remote(folder.path):
         buckets.check(folder.path, key)
     path = folder.path / "metrics.jsonl"
     phases = sorted(file.parent.name for file in folder.path.glob("*/metrics.jsonl"))
     if phases and not path.exists():
-        raise UserError(
-            f"{key} {folder.path} holds the phases {', '.join(phases)}; give the folder of one of "
-            "them"
-        )
+        problem = f"holds the phases {', '.join(phases)}"
+        raise UserError(f"{key} {folder.path}", ABSENT, problem, "give the folder of one phase")
     config = folder.read_config()
     for name in _KEYS:
         if name not in config:
-            raise UserError(f"{folder.config} is of no run, for it has no {name}")
+            problem = f"has no {name}, so it is not the config of a run"
+            raise UserError(folder.config, ABSENT, problem, f"give another {key}")
     if not path.exists():
-        raise UserError(f"there is no {path}; has the run of {key} begun?")
+        problem = "does not exist, so the run has not begun"
+        raise UserError(path, ABSENT, problem, f"start the run, or give another {key}")
     return RunFiles(folder, config, path)

@@ -1,4 +1,4 @@
-"""A save in Orbax' threads: waiting for its end, and learning of its failure at once."""
+"""A save in Orbax's threads: waits for its end, and detects a failure at once."""
 
 import itertools
 import logging
@@ -10,24 +10,20 @@ from absl import logging as absl_logging
 
 from lamb_tpu.cluster import distributed
 
-# Numbers of the saves. Every process saves in the same order, so a number means the same to all.
+# Numbers the saves. All processes save in the same order, so a number means the same save in all.
 _numbers = itertools.count()
 _POLL_SECONDS = 0.2
-# Modules of Orbax that log the exception of a thread, which then ends the save.
-_TELLING = ("future", "async_checkpointer", "checkpoint_manager", "checkpoint")
+# Modules of Orbax that log an exception of a thread when a save fails.
+_LOGGING_MODULES = ("future", "async_checkpointer", "checkpoint_manager", "checkpoint")
 
 
 class Background:
-    """A save in progress and its result.
+    """A save in progress; `error` is its error in this or another process, or None.
 
-    Orbax raises an error of its threads only when the save is waited for, and logs it with a
-    traceback. With several processes it does not raise it for 20 minutes: its threads wait for
-    those of the other processes, which wait for the one that failed. So the failure is taken from
-    the log, which is then not printed, and the processes inform each other over JAX' coordination
-    service.
-
-    Attributes:
-      error: the error of the save, in this or another process; None so far.
+    Orbax logs an error of its threads with a traceback, and raises it only when the caller waits for
+    the save. With several processes, it raises only after 20 minutes, because the threads of the
+    processes wait for each other. Therefore this class takes the failure from the log, suppresses the
+    log record, and informs the other processes through JAX's coordination service.
     """
 
     def __init__(self) -> None:
@@ -36,7 +32,7 @@ class Background:
         self._key = f"lamb_tpu/save/{next(_numbers)}"
 
     def begin(self) -> None:
-        """Starts a save: until `end`, failures in Orbax' log count as this save's."""
+        """Starts a save: until `end`, failures in Orbax's log belong to this save."""
         _listener.target = self
 
     def started(self, response: Any) -> None:
@@ -49,68 +45,67 @@ class Background:
             self.error = error
             if jax.process_count() > 1:
                 text = f"{type(error).__name__}: {error}"
-                # Several processes may fail and set the same key; any of their texts will do.
+                # Several processes may fail and set the same key; any of their texts is enough.
                 distributed.client().key_value_set(self._key, text, allow_overwrite=True)
 
     def wait(self) -> None:
         """Waits for the end of the save, and frees its thread and file descriptors.
 
-        Raises:
-          Exception: the save failed, here or in another process; errors of many types.
+        If the save failed in this or another process, raises the error, which can have any type.
         """
         while self._response is not None:
             if self.error is not None:
                 raise self.error
-            # Nobody else can fail, so there is nothing to poll for.
+            # No other process can fail, so there is nothing to poll for.
             if jax.process_count() == 1:
                 self._response.result()
                 self._response = None
                 break
-            # Short waits in turn: for the end of the save here, and for a failure elsewhere.
-            self._look()
+            # Alternate: check for a failure elsewhere, and wait briefly for the end of the save.
+            self._check_others()
             try:
                 self._response.result(timeout=_POLL_SECONDS)
                 self._response = None
             except TimeoutError:
-                time.sleep(_POLL_SECONDS / 10)  # an error of this process comes at once
+                # Pause, because a TimeoutError that the save itself raised comes at once.
+                time.sleep(_POLL_SECONDS / 10)
         self.end()
 
     def end(self) -> None:
-        """Lets Orbax' log be printed again.
+        """Lets Orbax's log be printed again.
 
-        `wait` calls it for a save that succeeded. After a failed save it must be called when the
-        save's threads have ended.
+        After a failed save, call it when the threads of the save have ended.
         """
-        # A later save may have taken the listener over already.
+        # A later save may already have taken over the listener.
         if _listener.target is self:
             _listener.target = None
 
-    def _look(self) -> None:
+    def _check_others(self) -> None:
         """Raises if another process has reported a failure."""
         try:
             text = distributed.client().key_value_try_get(self._key)
-        except jax.errors.JaxRuntimeError:  # there is none
+        except jax.errors.JaxRuntimeError:  # no failure is reported
             return
         self.error = RuntimeError(text)
         raise self.error
 
 
 class _Listener(logging.Filter):
-    """Filter that takes failures of a save out of absl's log.
-
-    Attributes:
-      target: the save that gets the failures; None lets all records pass.
-    """
+    """A filter that removes failures of the save `target` from absl's log."""
 
     target: Background | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether to print the record."""
         target = self.target
-        # Other programs have modules of these names too.
-        if target is None or record.module not in _TELLING or "orbax" not in record.pathname:
+        # Other libraries have modules with these names too.
+        if (
+            target is None
+            or record.module not in _LOGGING_MODULES
+            or "orbax" not in record.pathname
+        ):
             return True
-        # Orbax also logs progress and warnings there, which are no failures.
+        # These modules also log progress and warnings.
         if not record.exc_info or record.exc_info[1] is None:
             return True
         target.fail(record.exc_info[1])
@@ -118,5 +113,7 @@ class _Listener(logging.Filter):
 
 
 _listener = _Listener()
-# Orbax logs by absl, from threads of its own, so one filter for the process serves all saves.
+# Orbax logs through absl from its own threads, so one filter in the process serves all saves.
 absl_logging.get_absl_logger().addFilter(_listener)
+# If Ctrl-C ends a read or a save of Orbax, asyncio would report unfinished tasks with tracebacks.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, and the checks before it is used again."""
+"""The folder of a run: its files, and the checks before a run may use it."""
 
 import contextlib
 import importlib.metadata
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from lamb_tpu import __version__, own
+from lamb_tpu import __version__, custom
 from lamb_tpu.cluster import host
-from lamb_tpu.config import FREE_KEYS, differences, flatten, renamed
+from lamb_tpu.config import FREE_KEYS, differences
 from lamb_tpu.data import Source, title
 from lamb_tpu.data.text import saved
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, leases, locks, reading, writing
 from lamb_tpu.optim import durations, leaves
-from lamb_tpu.store import checkout, checksums, programs
+from lamb_tpu.spec import Config, Spec, flatten
+from lamb_tpu.store import checkout, checksums, programs, schema
 
 _LISTED = 8  # differing keys in a message
 # Files and folders of a run.
@@ -42,26 +42,22 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 class Workdir:
-    """Paths of a run's files, below one folder.
+    """The files of a run, below one folder.
 
     Attributes:
-      path: the folder.
-      config: the resolved config, as JSON.
-      run: versions, hardware and the command, one JSON line for each start that trained.
-      parameters: the table of parameter facts.
-      init: source of the initial weights, as JSON; only if they were not random.
-      checkpoints: Orbax' folder of checkpoints.
+      config: path of config.json, the resolved config.
+      run: path of run.jsonl: versions, hardware and command, one line for each start that trained.
+      init: path of init.json, the source of the initial weights; no such file if they were random.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
-        """Takes the folder and the flag or config key that names it in error messages."""
+        """Takes the folder, and the flag or config key that names it in error messages."""
         self._key = key
         try:
             os.fspath(path).encode()
         except UnicodeError:
-            raise UserError(
-                f"{key} {os.fspath(path)!r} is not UTF-8; give a folder with another name"
-            ) from None
+            problem, remedy = "is not UTF-8", "give a folder with another name"
+            raise UserError(key, os.fspath(path), problem, remedy) from None
         self.path = buckets.parse(path, key)
         self.config = self.path / "config.json"
         self.run = self.path / "run.jsonl"
@@ -70,16 +66,12 @@ class Workdir:
         self.checkpoints = self.path / "checkpoints"
 
     def check(
-        self, config: ConfigDict, free_keys: tuple[str, ...] = FREE_KEYS, writes: bool = True
+        self, config: Config, free_keys: tuple[str, ...] = FREE_KEYS, writes: bool = True
     ) -> None:
-        """Creates a missing folder, and refuses a folder that this config may not write into.
+        """Creates a missing folder, and rejects one that a run of this config may not use.
 
-        Existing files are not changed. `free_keys` of the config may differ from the folder's.
-        Without `writes` the folder may be read-only.
-
-        Raises:
-          UserError: the folder cannot be written, or holds a run of another config, or checkpoints
-            without a config.
+        The keys `free_keys` may differ from the config in the folder. Without `writes`, the folder may
+        be read-only.
         """
         if self._in_bucket:
             buckets.check(self.path, self._key)
@@ -89,37 +81,34 @@ class Workdir:
                     self.path.mkdir(parents=True, exist_ok=True)
                 writing.try_out(self.path)
         except OSError as error:
-            raise UserError(
-                f"{self._key} {self.path} cannot be written ({error.strerror}); give a folder "
-                "that can"
-            ) from None
-        # Before anything is read, so that a folder called config.json is told as what it is.
-        self._check_kinds()
-        # A run that has begun goes on only with the config that it began with.
+            raise self._error(f"cannot be written ({error.strerror})") from None
+        # Check this before reading anything, so that a folder called config.json gets a clear message.
+        self._check_types()
+        # A run that has begun continues only with the same config.
         if self.config.exists():
             old, new = self.read_config(), flatten(config)
             changed = differences(old, new, free_keys)
             if changed:
                 more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
-                raise UserError(
-                    f"{self._key} {self.path} holds a run of another config "
-                    f"({'; '.join(changed[:_LISTED])}{more}); give another folder, or the run's "
-                    f"own config{self._how_to_go_on(old, new) if len(changed) == 1 else ''}"
+                raise self._error(
+                    f"holds a run of another config ({'; '.join(changed[:_LISTED])}{more})",
+                    "give another folder, or the config of that run"
+                    f"{self._how_to_extend(old, new) if len(changed) == 1 else ''}",
                 )
         elif self.has_checkpoint():
-            raise UserError(
-                f"{self._key} {self.path} holds checkpoints but no config.json to compare with; "
-                "give another folder"
-            )
+            raise self._error("holds checkpoints but no config.json to compare with")
+
+    def _error(self, problem: str, remedy: str = "give another folder") -> UserError:
+        return UserError(f"{self._key} {self.path}", problem=problem, remedy=remedy)
 
     @property
     def _in_bucket(self) -> bool:
         return buckets.is_remote(self.path)
 
-    def _how_to_go_on(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-        """Returns advice for a run that is asked to be longer; '' for other changes."""
+    def _how_to_extend(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+        """Returns advice if the new config only makes the run longer; '' for other changes."""
         try:
-            # A config without the key or with an invalid length gets no advice.
+            # A config without the key or with an invalid duration gets no advice.
             before, after = (durations.parse(config["duration"]) for config in (old, new))
         except (KeyError, ValueError):
             return ""
@@ -127,95 +116,85 @@ class Workdir:
         if before.unit != after.unit or more <= 0:
             return ""
         return (
-            "; a schedule is planned for a whole run, so to train on from where this one ends, "
-            "give another folder and --config.init_from="
+            "; to train longer, give another folder and --config.init_from="
             f"{shlex.quote(str(self.path))} --config.init.optimizer_state=keep "
             f"--config.duration='{durations.Duration(more, after.unit)}' --config.seed="
-            f"{new['seed'] + 1}: its schedule starts anew, and the data come in another order"
+            f"{new['seed'] + 1}: the schedule starts again, and the data come in another order"
         )
 
-    def _check_kinds(self) -> None:
-        """Refuses a folder in which a file's name belongs to a folder, or the reverse."""
-        if self._in_bucket:  # which has no folders
+    def _check_types(self) -> None:
+        """Rejects a folder in which a file has the name of a run's folder, or vice versa."""
+        if self._in_bucket:  # buckets have no folders
             return
         for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
             for name in names:
                 try:
-                    found = reading.kind(self.path / name)
-                    if found == "a file" and not os.access(self.path / name, os.R_OK):
-                        found = "unreadable (Permission denied)"
+                    actual = reading.kind(self.path / name)
+                    if actual == "a file" and not os.access(self.path / name, os.R_OK):
+                        actual = "unreadable (Permission denied)"
                 except OSError as error:
-                    found = f"unreadable ({error.strerror})"
-                if found not in (None, wanted):
+                    actual = f"unreadable ({error.strerror})"
+                if actual not in (None, wanted):
                     raise UserError(
-                        f"{self._key} {self.path}: {name} is {found}, and must be {wanted}; move "
-                        "it away, or give another folder"
+                        f"{self._key} {self.path}: {name}",
+                        problem=f"is {actual}, not {wanted}",
+                        remedy="move it away, or give another folder",
                     )
 
     def has_checkpoint(self) -> bool:
-        """Returns whether the folder has a checkpoint, whole or damaged."""
+        """Returns whether the folder has a checkpoint, intact or damaged."""
         if self._in_bucket:
             return any(map(checksums.is_committed, buckets.children(self.checkpoints)))
-        # Unfinished saves have other names than a number.
+        # Only complete saves have a number as their name.
         return any(path.name.isdecimal() for path in self.checkpoints.glob("*/"))
 
     @contextlib.contextmanager
     def hold(
         self, enabled: bool = True, lost: Callable[[UserError], None] = lambda error: None
     ) -> Iterator[None]:
-        """Keeps a second run out of the folder: one on this machine, or any if it is in a bucket.
+        """Locks the folder against a second run on this machine or, in a bucket, on any machine.
 
-        Args:
-          enabled: False does nothing, as on every process but the first.
-          lost: called with an error, in a thread, if the lock in a bucket is lost.
-
-        Raises:
-          UserError: another run holds the folder.
+        Only the run's first process sets `enabled`. If the lock in a bucket is lost, a thread calls
+        `lost`.
         """
         if not enabled:
             yield
             return
         lock, named = self.path / ".lock", f"{self._key} {self.path}"
-        refusal = f"{named} is in use by another run; wait until it ends, or give another folder"
-        with leases.hold(lock, named, lost) if self._in_bucket else locks.hold(lock, refusal):
+        remedy = "wait until it ends, or give another folder"
+        busy = UserError(named, ..., "is in use by another run", remedy)
+        with leases.hold(lock, named, lost) if self._in_bucket else locks.hold(lock, busy):
             yield
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the flattened config that the run in this folder was started with.
-
-        Raises:
-          UserError: the folder has no config, or it is damaged.
-        """
+        """Returns the flattened config of the run in this folder."""
         if self._in_bucket:
             buckets.check(self.path, self._key)
         config = self._read(self.config)
         if config is None:
             if reading.kind(self.path) not in (None, "a folder"):
-                raise UserError(f"{self._key} {self.path} is no folder; give the folder of a run")
-            raise UserError(f"{self._key} {self.path} holds no run: config.json is missing")
-        # A flat config has keys such as 'model.name' and no key 'model' beside them.
+                raise self._error("is not a folder", "give the folder of a run")
+            raise self._error("holds no run: config.json is missing", "give the folder of a run")
+        # A flat config has keys such as 'model.name', but no key 'model'.
         sections = {key[:at] for key in config for at, char in enumerate(key) if char == "."}
         if sections & config.keys() or any(isinstance(x, dict) for x in config.values()):
             raise self._damaged(self.config, "its keys are not those of a config")
-        return renamed(config)
+        schema.check_config(config, str(self.config))
+        return config
 
     def read_init(self) -> dict[str, Any] | None:
-        """Returns the record of `write_init`; None if the initial weights were random.
-
-        Raises:
-          UserError: the record is damaged.
-        """
+        """Returns the record of `write_init`; None if the initial weights were random."""
         record = self._read(self.init)
         if record is not None:
-            kinds = {
+            types = {
                 "init_from": str,
                 "update": int | None,
                 "optimizer_state": str,
                 "updates_before": int,
             }
-            for name, wanted in kinds.items():
+            for name, wanted in types.items():
                 if name not in record or not isinstance(record[name], wanted):
-                    raise self._damaged(self.init, f"its {name} is missing or of the wrong type")
+                    raise self._damaged(self.init, f"its {name} is missing or has the wrong type")
         return record
 
     def write_init(self, record: Mapping[str, Any]) -> None:
@@ -224,65 +203,65 @@ class Workdir:
 
     def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
         try:
-            found = reading.read_json(file)
-            if not isinstance(found, dict):
+            content = reading.read_json(file)
+            if not isinstance(content, dict):
                 raise ValueError("it is not a JSON object")
-            return found
+            return content
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise self._damaged(file, str(error)) from None
 
     def _damaged(self, file: pathlib.Path, reason: str) -> UserError:
-        return UserError(f"{file} is damaged ({reason}); restore it or give another {self._key}")
+        remedy = f"restore it or give another {self._key}"
+        return UserError(file, problem=f"is damaged ({reason})", remedy=remedy)
 
     def check_parameters(self, table: str) -> None:
-        """Rejects a resume if the facts of a parameter have changed since the run began."""
+        """Rejects a resume if the metadata of a parameter have changed since the run began."""
         if not self.parameters.exists():
             return
         # A damaged file need not be UTF-8.
         before = self.parameters.read_bytes().decode(errors="replace")
         if (difference := leaves.difference(before, table)) is not None:
             raise UserError(
-                f"the parameter table differs from {self.parameters} ({difference}), so this is "
-                "not the model or the rules that the run began with; give another --workdir"
+                "the parameter table",
+                problem=f"differs from {self.parameters} ({difference}): the run began with another "
+                "model or other rules",
+                remedy="give another --workdir",
             )
 
     def write_file(self, name: str, text: str) -> None:
-        """Writes a file into the folder; a reader sees the old file or the new one.
-
-        Raises:
-          UserError: the file cannot be written.
-        """
+        """Writes a file into the folder atomically."""
         writing.replace(self.path / name, text)
 
     def check_text(self, source: Source) -> None:
-        """Refuses to resume if the vocabulary of a text has changed since the run began."""
+        """Rejects a resume if the vocabulary of a text has changed since the run began."""
         if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
             vocabulary, cased = saved.read(self.path)
             if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):
                 raise UserError(
-                    f"the vocabulary of {title(source)} is not that of {self._key} {self.path}, "
-                    f"{saved.VOCABULARY} with cased={cased}; give the text that the run began "
-                    "with, or another folder"
+                    f"the vocabulary of {title(source)}",
+                    problem=f"differs from {saved.VOCABULARY} (cased={cased}) in {self._key} "
+                    f"{self.path}",
+                    remedy="give the text with which the run began, or another folder",
                 )
 
-    def write_config(self, config: ConfigDict) -> None:
+    def write_config(self, config: Config) -> None:
         """Writes the config into the folder."""
         writing.replace(self.config, json.dumps(flatten(config), indent=1) + "\n")
 
     def write_receipt(
-        self, config: ConfigDict, table: str, facts: Mapping[str, Any], source: Source | None = None
+        self, spec: Spec, table: str, details: Mapping[str, Any], source: Source | None = None
     ) -> None:
-        """Writes config, parameter table, and versions and hardware of this start of the run.
+        """Writes the config, the parameter table, and the versions and hardware of this start.
 
-        With `source`, the training set, it also writes the vocabulary of a text.
+        Also writes the vocabulary of `source`, the training set, if it is text.
         """
-        self.write_config(config)
+        self.write_config(spec)
         writing.replace(self.parameters, table)
         if source is not None and source.vocabulary is not None:
             saved.save(self.path, source.vocabulary, source.cased)
-        # A start may have other versions and hardware than the one before, so each has a line.
+        # Versions and hardware may differ between starts, so each start has a line.
         record = {
             "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
             "lamb_tpu": __version__,
@@ -292,18 +271,18 @@ class Workdir:
             "platform": platform.platform(),
             "cores": os.cpu_count(),
             "processor": host.processor(),
-            "NPROC": os.environ.get("NPROC"),  # XLA's threads, whose number changes roundings
+            "NPROC": os.environ.get("NPROC"),  # number of XLA threads, which affects rounding
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
             "processes": jax.process_count(),
-            **({"own": found} if (found := own.receipt(_names(config))) else {}),
-            **facts,
+            **({"own": modules} if (modules := custom.receipt(_names(spec))) else {}),
+            **details,
         }
         lines = writing.LineFile(self.run)
         lines.write(json.dumps(record))
         lines.close()
 
 
-def _names(config: ConfigDict) -> list[Any]:
-    sections = [config[section] for section in ("model", "task", "data", "optimizer")]
-    return [section.name for section in (*sections, config.parallel.exchange)]
+def _names(spec: Spec) -> list[str]:
+    sections = (spec.model, spec.task, spec.data, spec.optimizer, spec.batch_rule)
+    return [each.name for each in (*sections, spec.parallel.exchange)] + [spec.schedule.decay]

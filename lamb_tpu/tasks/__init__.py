@@ -1,13 +1,12 @@
 """Learning problems, chosen by name: the loss, the metrics, and the fields of a batch."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from lamb_tpu import own
+from lamb_tpu.components import Registry
 from lamb_tpu.data import Ranges, Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
@@ -23,18 +22,15 @@ Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 class Task(Protocol):
     """One learning problem.
 
-    The loss is a sum of named terms. Each is a mean over a batch: over its examples, or over its
+    The loss is a sum of named terms. Each term is a mean over the examples of a batch, or over its
     masked words. A task returns the sum and the weight of every term, never a mean, so that
-    microbatches, devices and processes add up and a term is divided once. Metrics are pairs
-    (sum, weight) for the same reason. Where a metric's name ends with 'perplexity', the exponential
-    of the mean is reported.
+    microbatches, devices and processes can add them up and divide once. Metrics are pairs
+    (sum, weight) for the same reason. If a metric's name ends with 'perplexity', the exponential of
+    its mean is reported.
 
-    If the network hands on a state (`Model.carry_shape`), a training batch has it as the field
-    `carry`, (rows, *shape), and `loss` returns the new one as `carry` in the model state. A batch
-    without that field, as in `init`, gets no new one.
-
-    Attributes:
-      model: the network.
+    If the network has a recurrent state (`Model.carry_shape`), a training batch has it as the field
+    `carry`, (rows, *shape), and `loss` returns the new state as `carry` in the model state. If a
+    batch lacks the field, as in `init`, no new state is returned.
     """
 
     @property
@@ -49,7 +45,7 @@ class Task(Protocol):
     def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array | np.float32]:
         """Returns the weight of each term of the loss, summed over the rows of `batch` in float32.
 
-        A weight that follows from shapes alone should be a NumPy number: it needs no communication.
+        A weight that depends only on shapes should be a NumPy number, which needs no communication.
         """
 
     def loss(
@@ -63,11 +59,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class HostScored(Protocol):
-    """Extra methods of a task that is scored on the whole set, on the host, such as F1.
-
-    Attributes:
-      score_names: names of the metrics that `score` returns.
-    """
+    """Additional methods of a task with a metric, such as F1, that needs a full set on the host."""
 
     score_names: tuple[str, ...]
 
@@ -75,92 +67,68 @@ class HostScored(Protocol):
         """Returns the outputs that `score` needs, a tree of arrays (rows, ...)."""
 
     def score(self, source: Source, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:
-        """Scores the predictions for a whole set.
+        """Returns the metrics in `score_names`, and texts for files in the workdir, by file name.
 
-        Args:
-          source: the set.
-          outputs: outputs of `predict` for each example of the set once, in order, as NumPy arrays.
-
-        Returns:
-          The metrics; and the texts of files for the run's folder, by file name.
+        `outputs` has the outputs of `predict` as NumPy arrays, with one row per example, in order.
         """
 
 
 @runtime_checkable
 class HasRanges(Protocol):
-    """Extra method of a task that knows the valid values of its fields.
+    """Additional method of a task that declares valid values, which the host checks in every batch.
 
-    Every batch is checked by it on the host. Without it only shapes and dtypes are checked, that
-    numbers are finite, and that `mask` is 0 or 1.
+    Without this method, the host only checks shapes and dtypes, that numbers are finite, and that
+    `mask` is 0 or 1.
     """
 
     def field_ranges(self, source: Source) -> Ranges:
-        """Returns the valid values of the fields of `source`, which has passed `Task.check`."""
+        """Returns the valid values of the fields of `source`, which `Task.check` has accepted."""
 
 
 def field_ranges(task: Task, source: Source) -> Ranges:
-    """Returns the valid values of the task's fields; none for a task that declares none."""
+    """Returns the valid values of the task's fields; {} for a task that does not declare them."""
     return task.field_ranges(source) if isinstance(task, HasRanges) else {}
 
 
-TASKS: dict[str, type[Any]] = {
-    "classification": Classification,
-    "language_model": LanguageModel,
-    "masked_lm": MaskedLm,
-    "question_answering": QuestionAnswering,
-    "translation": Translation,
-}
+TASKS = Registry(
+    "task",
+    {
+        "classification": Classification,
+        "language_model": LanguageModel,
+        "masked_lm": MaskedLm,
+        "question_answering": QuestionAnswering,
+        "translation": Translation,
+    },
+    hidden=("model",),
+)
 
 
-def own_fields(name: str) -> dict[str, dataclasses.Field]:
-    """Returns the fields of config.task for the named task, with their types and defaults.
+def declared_metrics(name: str) -> tuple[str, ...] | None:
+    """Returns the metrics that a shipped task can report; None for a custom task.
 
-    Raises:
-      UserError: the name is unknown; the message lists the known ones.
+    Whether some of them are reported depends on the data; 'top5_accuracy' is an example. If the run
+    averages its weights, each metric is also reported with the prefix 'ema_'.
     """
-    if own.is_own(name):
-        return own.fields(own.find(name, "config.task.name"), ("model",))
-    if name not in TASKS:
-        raise UserError(
-            f"config.task.name is {name!r}; known tasks: {', '.join(TASKS)}, and "
-            "'package.module:Name' for your own"
-        )
-    return {f.name: f for f in dataclasses.fields(TASKS[name]) if f.name != "model"}
+    task = TASKS.get(name)
+    return (task and getattr(task, "score_names", None)) or getattr(task, "metric_names", None)
+
+
+_ATTRIBUTES = ("model", "check", "init", "weights", "loss", "evaluate")
 
 
 def build(name: str, model: Model, **fields: Any) -> Task:
-    """Builds the named task around `model`; 'package.module:Name' is a user's own, see README.md.
+    """Builds a task from the fields of config.task.
+
+    `name` is a key of `TASKS`, or 'package.module:Name' for a custom task.
 
     Raises:
-      UserError: the name or a field is unknown; the message lists the known ones.
+      UserError: the name or a field is unknown, a value is invalid, or a method is missing.
     """
-    known = own_fields(name)
-    if own.is_own(name):
-        return _build_own(name, model, known, fields)
-    for key in fields:
-        if key not in known:
-            raise UserError(
-                f"config.task.{key} is not a field of task {name!r}; known: "
-                f"{', '.join(known) or 'none'}"
-            )
-    return TASKS[name](model, **fields)
-
-
-_METHODS = ("check", "init", "weights", "loss", "evaluate")
-
-
-def _build_own(
-    name: str, model: Model, known: Mapping[str, dataclasses.Field], fields: Mapping[str, Any]
-) -> Task:
-    key = "config.task.name"
-    own.check("config.task", "task", name, known, fields)
-    with own.making(name, key):
-        task = own.find(name, key)(model=model, **fields)
-    # `isinstance` with the protocol would not say which part is missing.
-    missing = [part for part in ("model", *_METHODS) if not hasattr(task, part)]
+    task: Task = TASKS.make(name, fields, model=model)
+    # `isinstance` with the protocol would not name the missing attribute.
+    missing = [attribute for attribute in _ATTRIBUTES if not hasattr(task, attribute)]
     if missing:
-        raise UserError(
-            f"{key} is {name!r}, which makes {task!r} without {', '.join(missing)}; a task has "
-            f"model and the methods {', '.join(_METHODS)}"
-        )
+        problem = f"makes {task!r} without {', '.join(missing)}"
+        remedy = f"give the task model and the methods {', '.join(_ATTRIBUTES[1:])}"
+        raise UserError("config.task.name", name, problem, remedy)
     return task

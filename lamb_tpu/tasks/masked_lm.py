@@ -1,4 +1,4 @@
-"""Pre-training of BERT: masked words and next-sentence prediction."""
+"""BERT's pre-training: masked words and next-sentence prediction."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from lamb_tpu.data import LARGEST, Range, Ranges, Source, title
+from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.text import check_text, positions, text_ranges, words
 
@@ -30,47 +31,35 @@ class MaskedLm:
     """Pre-training; batches hold the fields of `lamb_tpu.data.text.masked_lm.MaskedLmSource`.
 
     The loss is the mean cross entropy over all masked words of a batch, in nats. If the batch has
-    pairs of segments (`next_sentence_label`), the mean over all pairs is added.
-
-    Attributes:
-      model: a BERT with the head 'mlm', and for pairs 'nsp'.
-
-    References:
-      Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language
-      Understanding, 2018.
+    pairs of segments (`next_sentence_label`), the mean cross entropy of the next-sentence prediction
+    over all pairs is added. The network is a BERT with the head 'mlm' and, for pairs, 'nsp'.
     """
 
     model: Model
 
+    # Not annotated, so that it is not a field of the dataclass.
+    metric_names = ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy")
+
     def check(self, source: Source) -> None:
-        """Raises ValueError if the data does not fit the model or its heads."""
         outputs = check_text("masked_lm", self.model, source, _FIELDS)
         has_pairs, has_head = _PAIRS in source.element_spec, "nsp_logits" in outputs
+        remedy = f"set config.model.heads={('mlm', 'nsp') if has_pairs else ('mlm',)}"
         if "mlm_logits" not in outputs:
-            heads = ("mlm", "nsp") if has_pairs else ("mlm",)
-            raise ValueError(
-                "config.model.heads has no 'mlm', which masked_lm trains; set "
-                f"config.model.heads={heads}"
+            problem = "has no 'mlm', which masked_lm trains"
+            raise UserError("config.model.heads", ..., problem, remedy)
+        if has_pairs != has_head:
+            head, pairs = (
+                ("'nsp'", "no sentence pairs") if has_head else ("no 'nsp'", "sentence pairs")
             )
-        if has_pairs and not has_head:
-            raise ValueError(
-                f"config.model.heads has no 'nsp', and {title(source)} has pairs for it; set "
-                "config.model.heads=('mlm', 'nsp'), or config.data.options.next_sentence=False"
-            )
-        if has_head and not has_pairs:
-            raise ValueError(
-                f"config.model.heads has 'nsp', and {title(source)} no pairs for it; set "
-                "config.model.heads=('mlm',), or config.data.options.next_sentence=True"
-            )
+            problem = f"has {head}, but {title(source)} has {pairs}"
+            remedy += f", or config.data.options.next_sentence={has_head}"
+            raise UserError("config.model.heads", ..., problem, remedy)
 
     def field_ranges(self, source: Source) -> Ranges:
-        """Returns the valid values of all fields, see `tasks.HasRanges`.
-
-        Where `masked_weights` is 0, `masked_ids` may be anything, such as -100 for "ignore".
-        """
+        """Returns the valid values; where `masked_weights` is 0, `masked_ids` may be anything."""
         return {
             **text_ranges(self.model, source),
-            # Also where the weight is 0: NaN from a position outside would spoil the gradient.
+            # Checked even where the weight is 0: NaN from an invalid position would reach the gradient.
             "masked_positions": positions(source),
             "masked_ids": words(self.model, source)._replace(
                 counted=lambda batch: batch["masked_weights"] > 0
@@ -80,34 +69,31 @@ class MaskedLm:
         }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's variables for batches shaped like `batch`."""
         return self.model.init(key, batch)
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
         """Returns the number of masked words and the number of pairs."""
         words = jnp.sum(batch["masked_weights"], dtype=jnp.float32)
-        found: dict[str, jax.Array | np.float32] = {"mlm": words}
-        if _PAIRS in batch:
-            found["nsp"] = np.float32(len(batch[_PAIRS]))
-        return found
+        pairs = {"nsp": np.float32(len(batch[_PAIRS]))} if _PAIRS in batch else {}
+        return {"mlm": words, **pairs}
 
     def loss(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
-        """Returns (sums of the terms 'mlm' and 'nsp', (new model state, sums as `evaluate`))."""
+        """Returns (sums of the terms 'mlm' and 'nsp', (new model state, sums as in `evaluate`))."""
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )
         # A training batch has no padded rows.
         metrics = _metrics(outputs, batch, jnp.ones(len(batch["input_ids"]), bool))
-        # Terms have the names of `weights`, because each is divided by the weight of its name.
+        # Each term is divided by the weight with the same name in `weights`.
         terms = {term: metrics[f"{term}_loss"][0] for term in self.weights(batch)}
         return terms, (model_state, metrics)
 
     def evaluate(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, Pair]:
-        """Returns sums of `mlm_loss` and `mlm_accuracy`; with pairs also of the two of 'nsp'."""
+        """Returns sums of `mlm_loss` and `mlm_accuracy`; for pairs also `nsp_loss` and `nsp_accuracy`."""
         outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
         return _metrics(outputs, batch, batch["mask"] > 0)
 
@@ -116,13 +102,13 @@ def _metrics(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], mask: jax.Array
 ) -> dict[str, Pair]:
     """Returns metric sums over the examples where `mask` (rows,) is true."""
-    # (rows, max_predictions): 0 for unused places and in rows that do not count.
+    # (rows, max_predictions): 0 for unused entries and in padded rows.
     weights = jnp.where(mask[:, None], batch["masked_weights"], 0.0)
-    found = _scores("mlm", outputs["mlm_logits"], batch["masked_ids"], weights)
+    sums = _scores("mlm", outputs["mlm_logits"], batch["masked_ids"], weights)
     if _PAIRS in batch:
         weights = mask.astype(jnp.float32)
-        found |= _scores("nsp", outputs["nsp_logits"], batch[_PAIRS], weights)
-    return found
+        sums |= _scores("nsp", outputs["nsp_logits"], batch[_PAIRS], weights)
+    return sums
 
 
 def _scores(name: str, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> dict[str, Pair]:
@@ -131,7 +117,7 @@ def _scores(name: str, logits: jax.Array, labels: jax.Array, weights: jax.Array)
     total = jnp.sum(weights)
 
     def summed(values: jax.Array) -> Pair:
-        # A padded example may give any loss, also a NaN: select, do not multiply.
+        # Use `where`, not multiplication: a padded example may give NaN.
         return jnp.sum(jnp.where(weights > 0, weights * values, 0.0)), total
 
     return {f"{name}_loss": summed(losses), f"{name}_accuracy": summed(right)}

@@ -1,4 +1,4 @@
-"""Question answering as in SQuAD: the start and the end of the answer in a text."""
+"""Question answering as in SQuAD: predicts the start and the end of the answer in a text."""
 
 import dataclasses
 import json
@@ -13,11 +13,11 @@ import optax
 
 from lamb_tpu.data import Ranges, title
 from lamb_tpu.data.text.squad_source import SquadSource
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, out_of_range
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import squad_metric
 from lamb_tpu.tasks.squad_answers import best_answers, choose
-from lamb_tpu.tasks.text import check_text, positions, text_ranges
+from lamb_tpu.tasks.text import check_fields, check_text, positions, text_ranges
 
 _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "end_position")
 
@@ -26,18 +26,19 @@ _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "e
 class QuestionAnswering:
     """Question answering; batches hold the fields of `data.text.squad_source.SquadSource`.
 
-    The loss is the mean over features of half the cross entropy of the start and half that of the
-    end, each over all positions. As in `run_squad.py` these include the padding, whose logits the
-    network learns to keep low. Answers are taken from the context only.
+    The loss is the mean over features of (start cross entropy + end cross entropy) / 2, each over all
+    positions. As in `run_squad.py`, the positions include the padding, so the network learns low
+    logits for padding. Answers are only taken from the context. The network is a BERT with the head
+    'span'.
 
     Attributes:
-      model: a BERT with the head 'span'.
-      num_best: number of starts and ends to pair in each window, and of answers to keep for each
-        question.
+      num_best: number of likeliest starts and ends that are paired in each window, and maximum
+        number of answers that are stored for each question.
       max_answer_length: the longest answer, in tokens.
-      version2: whether the data has questions without an answer, as SQuAD v2; their answer is "".
-      null_threshold: for version2: answer "" if its score exceeds that of the best text by more
-        than this.
+      version2: whether the data has unanswerable questions, as in SQuAD v2; the right answer to them
+        is "".
+      null_threshold: with `version2`, the answer is "" if its score exceeds the best text's score by
+        more than this threshold.
     """
 
     model: Model
@@ -46,38 +47,24 @@ class QuestionAnswering:
     version2: bool = False
     null_threshold: float = 0.0
 
-    # Without an annotation, so that it is no field of the dataclass.
+    # Not annotated, so that it is not a field of the dataclass.
     score_names = ("exact_match", "f1")
 
     def __post_init__(self) -> None:
-        for name in ("num_best", "max_answer_length"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise UserError(
-                    f"config.task.{name} is {value!r}; it must be a whole number of at least 1"
-                )
-        if type(self.version2) is not bool:
-            raise UserError(f"config.task.version2 is {self.version2!r}; it must be True or False")
-        threshold = self.null_threshold
-        if type(threshold) not in (int, float) or not math.isfinite(threshold):
-            raise UserError(f"config.task.null_threshold is {threshold!r}; it must be a number")
+        check_fields(self, 1, "num_best", "max_answer_length")
+        if not math.isfinite(self.null_threshold):
+            raise out_of_range("config.task.null_threshold", self.null_threshold, "a finite number")
 
     def check(self, source: SquadSource) -> None:
-        """Raises ValueError if the data does not fit the model or the task."""
         outputs = check_text("question_answering", self.model, source, _FIELDS)
         if "start_logits" not in outputs:
-            raise ValueError(
-                "config.model.heads has no 'span', which question_answering trains; set "
-                "config.model.heads=('span',)"
-            )
+            problem = "has no 'span', which question_answering trains"
+            raise UserError("config.model.heads", ..., problem, "set config.model.heads=('span',)")
         if not self.version2 and any(question.impossible for question in source.questions):
-            raise ValueError(
-                f"{title(source)} has questions without an answer, as SQuAD v2; set "
-                "config.task.version2=True"
-            )
+            problem = "has questions without an answer, as in SQuAD v2"
+            raise UserError(title(source), ..., problem, "set config.task.version2=True")
 
     def field_ranges(self, source: SquadSource) -> Ranges:
-        """Returns the valid values of all fields, see `tasks.HasRanges`."""
         return {
             **text_ranges(self.model, source),
             "start_position": positions(source),
@@ -85,12 +72,11 @@ class QuestionAnswering:
         }
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's variables for batches shaped like `batch`."""
         return self.model.init(key, batch)
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
         """Returns the number of features."""
-        # From a shape alone, so it needs no communication.
+        # Computed from a shape, so it needs no communication.
         return {"span": np.float32(len(batch["input_ids"]))}
 
     def loss(
@@ -98,7 +84,7 @@ class QuestionAnswering:
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
-        `span_accuracy` is the share of features with the right start and end.
+        `span_accuracy` is the fraction of features for which both start and end are right.
         """
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
@@ -113,7 +99,7 @@ class QuestionAnswering:
         return {"span": jnp.sum(losses)}, (model_state, {"span_accuracy": accuracy})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
-        """Returns no metrics: features for evaluation have no answer positions, see `score`."""
+        """Returns no metrics: evaluation features have no answer positions, see `score`."""
         return {}
 
     def predict(
@@ -128,8 +114,8 @@ class QuestionAnswering:
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Returns exact match and F1 in percent, over questions; and files with the answers.
 
-        `predictions.json` is the official script's input, id -> text. `nbest_predictions.json` has
-        for each id the best answers with their scores, the sums of a start and an end logit.
+        `predictions.json`, id -> text, is the input of the official script;
+        `nbest_predictions.json` has the best answers with their scores for each id.
         """
         answers = best_answers(
             source.questions,
@@ -143,8 +129,8 @@ class QuestionAnswering:
         # In v1.1 every question has an answer, so "" does not compete.
         predictions = choose(answers, self.null_threshold if self.version2 else None)
         scores = squad_metric.evaluate(source.questions, predictions, self.version2)
-        best = {id_: [answer._asdict() for answer in found] for id_, found in answers.items()}
-        # Only texts that the official script reads go into the first file.
+        best = {id_: [each._asdict() for each in ranked] for id_, ranked in answers.items()}
+        # The official script only reads texts, so the scores go into a second file.
         files = {"predictions.json": predictions, "nbest_predictions.json": best}
         return (
             {name: scores[name] for name in self.score_names},

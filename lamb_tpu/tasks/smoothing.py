@@ -10,15 +10,15 @@ def smoothed_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the weighted losses in nats, and the sum of the weights.
 
-    The target is 1 - s at the label plus s / V at every one of the V words, the label's and that of
-    padding among them, as in GNMT's and PyTorch's losses. fairseq spreads s over the other words
-    only; that is this loss at s V / (V - 1). The mean divides by the number of tokens; MLPerf's
-    GNMT divides by the number of sentences.
+    The target is 1 - s at the label, plus s / V at each of the V words of the vocabulary, including
+    the label and the padding token, as in GNMT's and PyTorch's losses. fairseq spreads s over the
+    words other than the label; this equals our loss with the smoothing s V / (V - 1). Sum and weight
+    give a mean over tokens; MLPerf's GNMT divides by the number of sentences.
 
     Args:
       logits: (..., V).
       labels: int (...).
-      weights: (...), 0 where a token does not count, such as padding.
+      weights: (...), 0 if a token does not count, such as padding.
       smoothing: s, in [0, 1).
 
     References:
@@ -30,6 +30,6 @@ def smoothed_cross_entropy(
     losses = total - (1 - smoothing) * label
     if smoothing:
         losses -= smoothing * jnp.mean(logits, -1)
-    # A padded token may give any loss, also a NaN: select, do not multiply.
+    # Use `where`, not multiplication: a padded token may give NaN.
     weights = weights.astype(losses.dtype)
     return jnp.sum(jnp.where(weights > 0, weights * losses, 0.0)), jnp.sum(weights)

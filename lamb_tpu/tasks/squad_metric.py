@@ -1,4 +1,4 @@
-"""Exact match and F1 of SQuAD, equal to those of the official evaluation scripts."""
+"""SQuAD's exact match and F1, as the official evaluation scripts compute them."""
 
 import re
 import string
@@ -14,20 +14,17 @@ _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def evaluate(
     questions: Sequence[Question], predictions: Mapping[str, str], version2: bool = False
 ) -> dict[str, float]:
-    """Scores predictions against all answers of each question; the best one counts.
+    """Scores predictions, id -> text, by the best match among the answers to each question.
 
     A question without a prediction scores 0 (the script of v2 leaves it out of the means).
-    Predictions for other questions do not matter. The right answer to an impossible question is an
+    Predictions for unknown questions are ignored. The correct answer to an impossible question is an
     empty text.
 
-    Args:
-      questions: at least one question.
-      predictions: id -> text.
-      version2: whether to follow the script of v2, evaluate-v2.0.py: answers that normalisation
-        makes empty, such as "the", are dropped, and a question without another is impossible.
+    If `version2` is true, answers that are empty after normalisation, such as "the", are dropped as
+    in evaluate-v2.0.py, and a question without remaining answers is impossible.
 
     Returns:
-      `exact_match` and `f1` in percent, means over all questions, and `unanswered`, the number of
+      `exact_match` and `f1` in percent, means over all questions; and `unanswered`, the number of
       questions without a prediction.
     """
     exact, f1, unanswered = 0, 0.0, 0
@@ -39,7 +36,7 @@ def evaluate(
         answers = [normalize(text) for text, _ in question.answers]
         if version2:
             answers = [answer for answer in answers if answer]
-        # An impossible question is right if the prediction is empty, by both measures.
+        # For an impossible question, both measures are 1 if the prediction is empty, otherwise 0.
         if not answers if version2 else question.impossible:
             exact += not prediction
             f1 += not prediction
@@ -56,7 +53,7 @@ def evaluate(
 def normalize(text: str) -> str:
     """Lowercases a text, removes ASCII punctuation and English articles, collapses white space.
 
-    Punctuation is removed first and leaves no space, so "a.m." becomes "am", not an article.
+    Punctuation is removed first, without leaving a space, so "a.m." becomes "am", not an article.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())
 

@@ -1,4 +1,4 @@
-"""Checks that tasks on text make of their data and model before anything compiles."""
+"""Checks of a task's fields, and of data and model for tasks on text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,57 +6,60 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from lamb_tpu.data import ZERO_OR_ONE, Range, Ranges, Source, title
+from lamb_tpu.errors import UserError, listed, out_of_range
 from lamb_tpu.models import Model
+
+
+def check_fields(task: object, least: float, *names: str, below: float = math.inf) -> None:
+    """Rejects fields of a task that are less than `least`, or not less than `below`."""
+    for name in names:
+        value = getattr(task, name)
+        if not least <= value < below:
+            bound = f" and less than {below}" if below < math.inf else ""
+            raise out_of_range(f"config.task.{name}", value, f"at least {least}{bound}")
+
+
+def lacks(task: str, fields: Sequence[str], source: Source) -> UserError:
+    """Returns the error about data that lacks fields that a task needs."""
+    problem = f"has the fields {', '.join(source.element_spec)}"
+    remedy = f"use a data set with {listed(fields, 'and')} for {task}"
+    return UserError(title(source), ..., problem, remedy)
+
+
+def other_size(size: int | None, words: int, source: Source) -> UserError:
+    """Returns the error about a vocabulary whose size differs from the model's."""
+    problem = f"differs from the {words} words of the vocabulary of {title(source)}"
+    remedy = f"set config.model.vocab_size={words}, or use data with the model's vocabulary"
+    return UserError("config.model.vocab_size", size, problem, remedy)
 
 
 def check_text(
     task: str, model: Model, source: Source, fields: Sequence[str]
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Refuses data that a model of text cannot read.
-
-    Args:
-      task: name of the task.
-      model: the network, with `vocab_size` and `max_positions`.
-      source: the data.
-      fields: names of the fields that the task needs, `input_ids` among them.
-
-    Returns:
-      Shapes and dtypes of the model's outputs for one example, by name.
+    """Rejects data that a text model cannot read; returns the shapes of its outputs for an example.
 
     Raises:
-      ValueError: a field is missing, the vocabularies differ, or sequences are too long.
+      UserError: one of the `fields` is missing, the vocabularies differ, or sequences are too long.
     """
     if set(fields) - set(source.element_spec):
-        raise ValueError(
-            f"{task} needs the fields {', '.join(fields)}; {title(source)} has "
-            f"{', '.join(source.element_spec)}"
-        )
+        raise lacks(task, fields, source)
     vocabulary = source.vocabulary
     if vocabulary is not None and model.vocab_size not in (None, len(vocabulary)):
-        raise ValueError(
-            f"config.model.vocab_size is {model.vocab_size}, the vocabulary of {title(source)} has "
-            f"{len(vocabulary)} words; set config.model.vocab_size={len(vocabulary)}, or give data "
-            "with the vocabulary that the model is for"
-        )
+        raise other_size(model.vocab_size, len(vocabulary), source)
     length = source.element_spec["input_ids"].shape[0]
     if model.max_positions is not None and length > model.max_positions:
-        raise ValueError(
-            f"config.model.max_positions is {model.max_positions}, the sequences of "
-            f"{title(source)} have {length} tokens; set config.model.max_positions={length}, or "
-            "make them shorter"
-        )
+        problem = f"is less than the {length} tokens of the sequences of {title(source)}"
+        remedy = f"set config.model.max_positions={length}, or use shorter sequences"
+        raise UserError("config.model.max_positions", model.max_positions, problem, remedy)
     batch = {
         name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype)
         for name, spec in source.element_spec.items()
     }
-    # The network is traced, not run, to learn the names and shapes of its outputs.
-    variables = jax.eval_shape(model.init, jax.random.key(0), batch)
-    outputs, _ = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, batch)
-    return outputs
+    return model.output_shapes(batch)
 
 
 def words(model: Model, source: Source) -> Range:
-    """Returns the range of token ids: the model's words, or else those of the data's vocabulary."""
+    """Returns the range of token ids in the vocabulary of the model, or else of the data."""
     size = model.vocab_size
     if size is None and source.vocabulary is not None:
         size = len(source.vocabulary)
@@ -70,7 +73,7 @@ def positions(source: Source, field: str = "input_ids") -> Range:
 
 
 def text_ranges(model: Model, source: Source) -> Ranges:
-    """Returns the ranges of the fields that `check_text` requires of BERT's inputs."""
+    """Returns the ranges of BERT's input fields."""
     segments = math.inf if model.num_segments is None else model.num_segments - 1
     return {
         "input_ids": words(model, source),

@@ -1,4 +1,4 @@
-"""Translation: cross entropy of the target's tokens in training, BLEU of a beam search after it."""
+"""Translation: trained by the cross entropy of target tokens, evaluated by BLEU of a beam search."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.models.beam_search import Search, best, search
 from lamb_tpu.tasks.smoothing import smoothed_cross_entropy
-from lamb_tpu.tasks.text import words
+from lamb_tpu.tasks.text import check_fields, lacks, other_size, words
 
 _FIELDS = ("source_ids", "source_length", "target_ids", "target_length")
 # Ids of [CLS] and [SEP] in every trained vocabulary, see `vocabulary.SPECIAL_TOKENS`.
@@ -28,13 +28,13 @@ class Translation:
     """Translation; batches hold the fields of `lamb_tpu.data.text.pair_source.PairSource`.
 
     The loss is the mean smoothed cross entropy over all target tokens of a batch, in nats.
+    The network must have `Model.decode`, like GNMT.
 
     Attributes:
-      model: a network with `decode`, such as GNMT.
-      label_smoothing: share of the target spread evenly over all words, in [0, 1).
+      label_smoothing: fraction of the target that is spread evenly over all words, in [0, 1).
       beam: see `beam_search.Search`.
-      length_penalty, coverage_penalty: weights of both penalties, see `beam_search.search`.
-      max_length: most tokens of a translation, in an evaluation.
+      length_penalty, coverage_penalty: weights of the two penalties, see `beam_search.search`.
+      max_length: maximum number of tokens of a translation in an evaluation.
 
     References:
       BLEU: Papineni et al., 2002; sacrebleu: Post, arXiv:1804.08771.
@@ -47,54 +47,34 @@ class Translation:
     coverage_penalty: float = 0.1
     max_length: int = 80
 
-    # Without an annotation, so that it is no field of the dataclass.
+    # Not annotated, so that it is not a field of the dataclass.
     score_names = ("loss", "perplexity", "accuracy", "bleu")
 
     def __post_init__(self) -> None:
-        for name, least in (("beam", 1), ("max_length", 2)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise UserError(
-                    f"config.task.{name} is {value!r}; it must be a whole number of at least "
-                    f"{least}"
-                )
-        for name, bound in (
-            ("label_smoothing", 1),
-            ("length_penalty", math.inf),
-            ("coverage_penalty", math.inf),
-        ):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < bound:
-                known = "in [0, 1)" if bound == 1 else "at least 0"
-                raise UserError(f"config.task.{name} is {value!r}; it must be a number {known}")
+        check_fields(self, 1, "beam")
+        check_fields(self, 2, "max_length")
+        check_fields(self, 0, "label_smoothing", below=1)
+        check_fields(self, 0, "length_penalty", "coverage_penalty")
 
     def check(self, source: PairSource) -> None:
-        """Raises ValueError if the data does not fit the model or the task."""
         if set(_FIELDS) - set(source.element_spec):
-            raise ValueError(
-                f"translation needs the fields {', '.join(_FIELDS)}; {title(source)} has "
-                f"{', '.join(source.element_spec)}"
-            )
+            raise lacks("translation", _FIELDS, source)
         if self.model.decode is None:
-            raise ValueError("translation needs a network that writes, such as gnmt")
+            remedy = "use gnmt or another network that can decode for translation"
+            raise UserError("config.model.name", ..., "names a network that cannot decode", remedy)
         vocabulary, size = source.vocabulary, self.model.vocab_size
-        if vocabulary is None:  # of a plan
+        if vocabulary is None:  # a plan has no vocabulary
             return
         if (vocabulary.cls_id, vocabulary.sep_id, vocabulary.pad_id) != (_BEGIN, _END, 0):
-            raise ValueError(
-                f"the vocabulary of {title(source)} does not begin with [PAD], [UNK], [CLS], [SEP]"
+            problem = "does not begin with [PAD], [UNK], [CLS], [SEP]"
+            raise UserError(
+                f"the vocabulary of {title(source)}", ..., problem, "use a vocabulary that does"
             )
         if size != len(vocabulary):
-            raise ValueError(
-                f"config.model.vocab_size is {size}, the vocabulary of {title(source)} has "
-                f"{len(vocabulary)} words; set config.model.vocab_size={len(vocabulary)}"
-            )
+            raise other_size(size, len(vocabulary), source)
 
     def field_ranges(self, source: PairSource) -> Ranges:
-        """Returns the valid values of all fields, see `tasks.HasRanges`.
-
-        Padding is read by the network too, so it has to be in the vocabulary.
-        """
+        # The network also reads the padding, so the ids of the padding must be valid too.
         ranges: dict[str, Range] = {}
         for side in ("source", "target"):
             width = source.element_spec[f"{side}_ids"].shape[0]
@@ -103,11 +83,10 @@ class Translation:
         return ranges
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's variables for batches shaped like `batch`."""
         return self.model.init(key, batch)
 
     def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the number of target tokens to predict, the end signs among them."""
+        """Returns the number of target tokens to predict, including the end tokens."""
         return {"cross_entropy": jnp.sum(batch["target_length"] - 1, dtype=jnp.float32)}
 
     def loss(
@@ -115,7 +94,7 @@ class Translation:
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
-        `accuracy` is the share of tokens that are the likeliest after the right ones before them.
+        `accuracy` is the share of tokens predicted correctly from the correct tokens before them.
         """
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
@@ -126,17 +105,13 @@ class Translation:
         return {"cross_entropy": total}, (model_state, {"accuracy": (right, weight)})
 
     def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
-        """Returns no metrics: a perplexity is no mean of examples, see `score`."""
+        """Returns no metrics: BLEU and perplexity need the full set, see `score`."""
         return {}
 
     def predict(
         self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """Returns for each row the sums over its tokens, and its translation.
-
-        `loss` (rows,), not smoothed, `correct` (rows,) and `tokens` (rows,), their number;
-        `translation` int32 (rows, max_length).
-        """
+        """Returns each row's sums `loss` (unsmoothed), `correct` and `tokens`, and its `translation`."""
         variables = {"params": params, **model_state}
         outputs, _ = self.model.apply(variables, batch, train=False)
         logits, labels, counts = outputs["logits"], batch["target_ids"][:, 1:], _counts(batch)
@@ -144,18 +119,18 @@ class Translation:
             logits, labels, counts, 0.0
         )
         decode = self.model.decode
-        assert decode is not None  # `check` refuses others
+        assert decode is not None  # `check` rejects other networks
         memory, state = decode.start(variables, batch)
-        found = search(
+        hypotheses = search(
             lambda *given: decode.step(variables, *given),
             memory,
             state,
             Search(
-                self.max_length,
-                _BEGIN,
-                _END,
-                self.beam,
-                self.length_penalty,
+                max_length=self.max_length,
+                begin=_BEGIN,
+                end=_END,
+                beam=self.beam,
+                length_penalty=self.length_penalty,
                 coverage_penalty=self.coverage_penalty,
             ),
         )
@@ -163,20 +138,18 @@ class Translation:
             "loss": losses,
             "tokens": tokens,
             "correct": jnp.sum(counts * jnp.float32(jnp.argmax(logits, -1) == labels), -1),
-            "translation": best(found, _END),
+            "translation": best(hypotheses, _END),
         }
 
     def score(
         self, source: PairSource, outputs: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Returns the metrics of the whole set, and files with the translations.
+        """Returns the metrics of the full set, and files with the translations.
 
-        `loss` in nats for each token, `perplexity` its exponential, `accuracy`, and `bleu`, that of
-        the corpus by sacrebleu, from 0 to 100. `translations.txt` has a line for each example;
-        `bleu.json` sacrebleu's signature, with which a score can be compared.
+        `loss` is in nats per token; `bleu` is sacrebleu's corpus score, from 0 to 100. `bleu.json`
+        has sacrebleu's signature, which is needed to compare scores.
         """
-        # Imported here, because only an evaluation needs it.
-        import sacrebleu
+        import sacrebleu  # only evaluations need it
 
         sums = {
             name: np.sum(outputs[name], dtype=np.float64) for name in ("loss", "correct", "tokens")
@@ -196,21 +169,20 @@ class Translation:
             "length_penalty": self.length_penalty,
             "coverage_penalty": self.coverage_penalty,
         }
-        return (
-            {
-                "loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),  # no overflow
-                "accuracy": float(sums["correct"] / sums["tokens"]),
-                "bleu": bleu.score,
-            },
-            {
-                "translations.txt": "".join(f"{text}\n" for text in texts),
-                "bleu.json": json.dumps(report, indent=1) + "\n",
-            },
-        )
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),  # avoids overflow
+            "accuracy": float(sums["correct"] / sums["tokens"]),
+            "bleu": bleu.score,
+        }
+        files = {
+            "translations.txt": "".join(f"{text}\n" for text in texts),
+            "bleu.json": json.dumps(report, indent=1) + "\n",
+        }
+        return metrics, files
 
 
 def _counts(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns 1.0 at the tokens to predict, float32 (rows, target steps)."""
-    places = jnp.arange(batch["target_ids"].shape[1] - 1)
-    return jnp.float32(places < batch["target_length"][:, None] - 1)
+    """Returns float32 (rows, target steps), 1 at the tokens to predict and 0 at padding."""
+    positions = jnp.arange(batch["target_ids"].shape[1] - 1)
+    return jnp.float32(positions < batch["target_length"][:, None] - 1)

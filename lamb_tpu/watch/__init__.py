@@ -1,1 +1,1 @@
-"""Observers of a run: guards, best, target, rates, progress, logs."""
+"""Observers of a run: guards, best checkpoint, target, throughput, progress, logs."""

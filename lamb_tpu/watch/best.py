@@ -1,19 +1,17 @@
-"""The update whose evaluation was the best so far."""
+"""The update with the best evaluation so far."""
 
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import unknown
 from lamb_tpu.watch.observer import Observer
 
 
 class Best(Observer):
-    """Remembers the best evaluation by one metric, the first of equal ones; keeps its checkpoint.
+    """Tracks the best evaluation by one metric, and keeps its checkpoint.
 
-    Args:
-      metric: name of the evaluation's metric; '' remembers nothing.
-      mode: 'max' or 'min': whether larger or smaller values are better.
+    Among equal evaluations the first is the best. The metric '' disables the observer.
 
     Attributes:
       step: completed updates at the best evaluation; None before the first.
@@ -29,15 +27,12 @@ class Best(Observer):
         self.value = math.nan
 
     def check(self, names: Collection[str]) -> None:
-        """Refuses a metric that is not among the evaluation's metrics, `names`."""
+        """Rejects a metric that is not among the evaluation's metrics, `names`."""
         if self._metric and self._metric not in names:
-            raise UserError(
-                f"config.checkpoint.best is {self._metric!r}; the evaluation's metrics are: "
-                f"{', '.join(sorted(names))}"
-            )
+            raise unknown("config.checkpoint.best", self._metric, sorted(names))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compares an evaluation with the best so far; one that is not finite never is the best."""
+        """Compares an evaluation with the best so far; NaN and infinity never count."""
         value = metrics.get(self._metric, math.nan)
         if not self._metric or not math.isfinite(value):
             return
@@ -46,11 +41,9 @@ class Best(Observer):
             self.step, self.value = step, value
 
     def keeps(self, step: int) -> bool:
-        """Keeps the checkpoint of the best evaluation."""
         return step == self.step
 
     def state(self) -> dict[str, Any]:
-        """Returns the best so far, with its metric and mode."""
         return {
             "metric": self._metric,
             "mode": self._mode,
@@ -59,10 +52,7 @@ class Best(Observer):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`; a state of another metric or mode is ignored."""
-        # config.checkpoint.best may change between two starts of a run.
-        if state["step"] is not None and [state["metric"], state["mode"]] == [
-            self._metric,
-            self._mode,
-        ]:
+        # config.checkpoint.best may change between starts of a run.
+        same = (state["metric"], state["mode"]) == (self._metric, self._mode)
+        if same and state["step"] is not None:
             self.step, self.value = state["step"], state["value"]

@@ -1,4 +1,4 @@
-"""Wall time of a run, added up over its starts."""
+"""Wall time of a run, summed over its starts."""
 
 import time
 
@@ -6,14 +6,11 @@ from lamb_tpu.store.position import Position
 
 
 class Clock:
-    """Seconds of training, evaluation and saving, and separately those of start-up.
+    """Measures the time of training, evaluation and saving and, separately, the time of start-up.
 
-    Neither includes the time between two starts, or the time of updates that a killed start had
-    not saved.
-
-    Args:
-      position: position in the checkpoint from which the start resumes.
-      began: `time.monotonic()` when this start began.
+    Neither time includes the pause between two starts, or updates that were lost because a start was
+    killed before it saved them. `position` is stored in the checkpoint from which this
+    start resumes, and `began` is the value of `time.monotonic()` when this start began.
     """
 
     def __init__(self, position: Position, began: float) -> None:
@@ -37,17 +34,16 @@ class Clock:
 
     @property
     def startup_of_this_start(self) -> float:
-        """Seconds of start-up of this start."""
+        """Seconds that start-up took in this start."""
         return self._start - self._began
 
     @property
     def startup(self) -> float:
-        """Seconds of start-up of all starts together."""
+        """Seconds that start-up took in all starts together."""
         return self._position.startup + self.startup_of_this_start
 
     def times(self) -> dict[str, float]:
-        """Returns `seconds`, `seconds_with_startup` and `starts`."""
-        # Read once, so that the two numbers differ by the start-up time exactly.
+        # Read the clock once, so that the two times differ by exactly the start-up time.
         seconds = self.seconds
         return {
             "seconds": seconds,

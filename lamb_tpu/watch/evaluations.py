@@ -1,4 +1,4 @@
-"""Evaluations with a metric that is not finite, which end a run as diverged."""
+"""Ends a run as diverged if a metric of an evaluation is not finite."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,14 +8,10 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Evaluations(Observer):
-    """Ends a run after an evaluation with a metric that is not finite, before its state is saved.
+    """Ends a run after an evaluation with a non-finite metric, before the state is saved.
 
-    It comes after the observers that write and show the evaluation, and before those to which it
-    must not count.
-
-    Args:
-      allowed: whether to warn only: `config.guards.allow_nonfinite_eval`.
-      warn: prints a line even in a quiet run.
+    In the list of observers, it comes after the observers that write and show the evaluation, and
+    before those that must ignore such an evaluation. See `check_finite` for the arguments.
     """
 
     def __init__(self, allowed: bool, warn: Callable[[str], None]) -> None:
@@ -25,18 +21,8 @@ class Evaluations(Observer):
         self._start = start
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks the metrics of an evaluation.
-
-        Raises:
-          Diverged: one is not finite.
-        """
-        check_finite(
-            f"the evaluation after update {step}",
-            metrics,
-            self._allowed,
-            self._warn,
-            self._start.last_checkpoint,
-        )
+        what = f"the evaluation after update {step}"
+        check_finite(what, metrics, self._allowed, self._warn, self._start.last_checkpoint)
 
 
 def check_finite(
@@ -46,28 +32,28 @@ def check_finite(
     warn: Callable[[str], None],
     last_checkpoint: Callable[[], str] | None = None,
 ) -> None:
-    """Reports metrics that are not finite.
+    """Raises Diverged if metrics are not finite; if `allowed`, only warns.
 
     Args:
-      what: the evaluation, for messages.
-      metrics: its metrics.
-      allowed: whether to warn only.
-      warn: prints a line.
-      last_checkpoint: returns the path of the newest checkpoint; None for an evaluation alone.
-
-    Raises:
-      Diverged: there are such metrics, and they are not allowed.
+      what: name of the evaluation, for messages.
+      metrics: the evaluation's metrics.
+      allowed: `config.guards.allow_nonfinite_eval`.
+      warn: prints a line even in a quiet run.
+      last_checkpoint: returns the path of the newest checkpoint; None outside of a training run.
     """
-    found = nonfinite(metrics)
-    if not found:
+    invalid = nonfinite(metrics)
+    if not invalid:
         return
-    listed = ", ".join(f"{name} {value}" for name, value in found.items())
+    listed = ", ".join(f"{name} {value}" for name, value in invalid.items())
     if allowed:
         warn(f"{what} is not finite: {listed}; config.guards.allow_nonfinite_eval is True")
         return
-    saved = f"; the last checkpoint is {last_checkpoint()}" if last_checkpoint else ""
+    saved = f"the last checkpoint is {last_checkpoint()}. Check" if last_checkpoint else "check"
     raise Diverged(
-        f"{what} is not finite: {listed}{saved}. Check the data of config.data.eval_split and, in "
-        "a new --workdir, try a lower config.optimizer.learning_rate; to accept such evaluations, "
-        "set config.guards.allow_nonfinite_eval=True"
+        what,
+        ...,
+        f"is not finite: {listed}",
+        f"{saved} the data of config.data.eval_split and, in a new --workdir, try a lower "
+        "config.optimizer.learning_rate; to accept such evaluations, set "
+        "config.guards.allow_nonfinite_eval=True",
     )

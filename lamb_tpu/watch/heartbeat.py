@@ -1,4 +1,4 @@
-"""Periodic lines from every process but the first, which has a progress bar."""
+"""Periodic progress lines from every process except the first, which has a progress bar."""
 
 import os
 import pathlib
@@ -13,12 +13,9 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Heartbeat(Observer):
-    """Prints the progress of this process, in every process but the first.
+    """Prints lines with the process, host, update, updates per second, and resident memory.
 
-    A line has process, host, update, updates a second since the last line, and resident memory.
-
-    Args:
-      every_seconds: time between lines; 0: no lines.
+    If `every_seconds` is 0, there are no lines.
     """
 
     def __init__(self, every_seconds: float) -> None:
@@ -29,8 +26,8 @@ class Heartbeat(Observer):
         self._step = start.step
         if self._every and jax.process_index():
             self._who = f"process {jax.process_index()} of {jax.process_count()}"
-            # A thread prints while the main thread waits, which is when its lines are of use. As a
-            # daemon it does not keep the process alive.
+            # A thread, because its lines matter most while the main thread is blocked. As a daemon
+            # it does not keep the process alive.
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def updated(self, step: int, state: TrainState) -> None:
@@ -52,9 +49,9 @@ class Heartbeat(Observer):
 
 
 def _resident() -> str:
-    """Returns ', 1.23 GiB resident', or '' if the system does not tell."""
+    """Returns text such as ', 1.23 GiB resident'; '' if the system does not report it."""
     try:
-        # The second number of the file counts resident pages.
+        # The second number in the file is the count of resident pages.
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return ""

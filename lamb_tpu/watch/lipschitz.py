@@ -1,4 +1,4 @@
-"""The local Lipschitz estimate of the LEGW paper along training: `config.log.lipschitz_rows`."""
+"""The local Lipschitz estimate of the LEGW paper during training: `config.log.lipschitz_rows`."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 from lamb_tpu import data
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.preflight import train_check
@@ -17,40 +18,37 @@ from lamb_tpu.watch.observer import Observer, Record
 class Lipschitz(Observer):
     """Adds the estimate `lipschitz` to every record, see `parallel.curvature.lipschitz`.
 
-    It is always taken over the same rows, the first of the run's order, so that runs of different
-    batches are compared at the same loss. It reads the state and changes nothing.
-
-    Args:
-      run: the run; nothing is estimated unless its `config.log.lipschitz_rows` is above 0.
-      paused: `(step, reason)` -> a context in which time does not count as the updates'.
-
-    Raises:
-      UserError: there are fewer examples than rows, or they do not divide over the devices.
+    The estimate always uses the same examples, the first in the run's order, so that runs with
+    different batch sizes are compared on the same loss. It does not change the training. It is
+    computed in the context `paused(step, reason)`, so its time does not count as time of updates.
     """
 
     def __init__(
         self, run: Run, paused: Callable[[int, str], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._run, self._paused = run, paused
-        self._rows = run.config.log.lipschitz_rows
+        self._rows = run.spec.log.lipschitz_rows
         if not self._rows:
             return
         if self._rows > len(run.train_set):
-            raise UserError(
-                f"config.log.lipschitz_rows is {self._rows}; it must be at most the "
-                f"{len(run.train_set)} examples of the training set"
-            )
+            problem = "is more than the number of training examples"
+            remedy = f"use at most {len(run.train_set)}"
+            raise UserError("config.log.lipschitz_rows", self._rows, problem, remedy)
         shards = mesh_lib.num_batch_shards(run.mesh)
         mesh_lib.check_divides("config.log.lipschitz_rows", self._rows, shards, f"{shards} devices")
 
     @functools.cached_property
     def _batch(self) -> Any:
-        mesh, config = self._run.mesh, self._run.config
-        own = mesh_lib.local_rows(self._rows, mesh)
+        mesh, seed = self._run.mesh, self._run.spec.seed
+        local_rows = rows_lib.local_rows(self._rows, mesh)
         loader = data.TrainLoader(
-            self._run.train_set, self._rows, config.seed, own, train_check(self._run)
+            source=self._run.train_set,
+            batch_size=self._rows,
+            seed=seed,
+            rows=local_rows,
+            check=train_check(self._run),
         )
-        return mesh_lib.shard_batch(next(loader), self._rows, mesh)
+        return rows_lib.shard_batch(next(loader), self._rows, mesh)
 
     @functools.cached_property
     def _estimate(self) -> Any:

@@ -1,19 +1,12 @@
-"""A log in the format of MLPerf's training benchmarks: `config.log.mlperf`.
+"""Log in the format of MLPerf's training benchmarks: `config.log.mlperf`.
 
-Each line of WORKDIR/mlperf.log is `:::MLLOG` and a JSON object, with the keys of the package
-mlperf-logging, so the tools of that package can read it. The package itself is not used: it would
-bring pandas and SciPy for its tools, and its logging is a few lines.
+The package mlperf-logging, whose tools can read WORKDIR/mlperf.log, is not a dependency: it requires
+pandas and SciPy, while logging takes a few lines. A submission needs further lines that only the
+submitter can provide, such as `submission_org`, `submission_platform` and `cache_clear`.
 
-A start writes `init_start` when it begins, then its hyperparameters, `init_stop` when everything is
-compiled, `run_start`, a block for each interval from one evaluation to the next, and `run_stop`.
-The status of `run_stop` is 'success' if the target was reached, and nothing follows it; otherwise
-it is 'aborted'. A start that was killed has no `run_stop`. `first_epoch_num` counts epochs from 1.
-`epoch_num` is the number of completed epochs, with a fraction, and `samples_count` the number of
-examples.
-
-A submission needs further lines that only the submitter knows, such as `submission_org`,
-`submission_platform` and `cache_clear`. The rules do not allow pausing the clock, so a run of
-several starts cannot be submitted.
+If the target is reached, `run_stop` has the status 'success' and is the last line, even if the run
+continues. Otherwise each start ends with a `run_stop` of the status 'aborted', unless it is killed.
+`first_epoch_num` counts epochs from 1.
 
 References: mlcommons/logging, mllog/constants.py and compliance_checker/training_*/common.yaml;
 mlcommons/training_policies, training_rules.adoc ("Run Results", "Hyperparameters").
@@ -29,23 +22,23 @@ from typing import Any
 import jax
 
 from lamb_tpu.files import writing
-from lamb_tpu.optim import factory
 from lamb_tpu.run.build import Run
-from lamb_tpu.run.recipe import optimizer_of
 from lamb_tpu.watch.observer import Observer, Start
 from lamb_tpu.watch.target import Target
 
 _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 
-_ADAM = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon"}
 _SGD = ("sgd", {"momentum": "sgd_opt_momentum", "weight_decay": "sgd_opt_weight_decay"})
-# Our names of optimizers -> MLPerf's names, and the same for their arguments.
+
+
+def _adam(name: str, **further: str) -> tuple[str, dict[str, str]]:
+    names = {"b1": "beta_1", "b2": "beta_2", "eps": "epsilon", **further}
+    return name, {ours: f"opt_{name}_{theirs}" for ours, theirs in names.items()}
+
+
+# Our optimizer name -> MLPerf's name, and our argument names -> MLPerf's.
 _OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
-    "lamb": (
-        "lamb",
-        {key: f"opt_lamb_{name}" for key, name in _ADAM.items()}
-        | {"weight_decay": "opt_lamb_weight_decay_rate"},
-    ),
+    "lamb": _adam("lamb", weight_decay="weight_decay_rate"),
     "lars": (
         "lars",
         {
@@ -54,16 +47,14 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
             "eps": "lars_epsilon",
         },
     ),
-    "adam": ("adam", {key: f"opt_adam_{name}" for key, name in _ADAM.items()}),
-    "adamw": (
-        "adamw",
-        {key: f"opt_adamw_{name}" for key, name in _ADAM.items()}
-        | {"weight_decay": "opt_adamw_weight_decay"},
-    ),
+    "adam": _adam("adam"),
+    "adamw": _adam("adamw", weight_decay="weight_decay"),
     "adagrad": (
         "adagrad",
-        {"eps": "opt_adagrad_epsilon"}
-        | {"initial_accumulator_value": "opt_adagrad_initial_accumulator_value"},
+        {
+            "eps": "opt_adagrad_epsilon",
+            "initial_accumulator_value": "opt_adagrad_initial_accumulator_value",
+        },
     ),
     "sgd": _SGD,
     "momentum": _SGD,
@@ -74,20 +65,22 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
 def hyperparameters(run: Run) -> dict[str, Any]:
     """Returns the hyperparameters of a run under MLPerf's names.
 
-    The learning rates are those after scaling to the batch size. An optimizer without a name in
-    MLPerf gets its own name, and only its weight decay.
+    Learning rates are scaled to the batch size. An optimizer that MLPerf does not know is logged
+    under our name, with only its weight decay.
     """
-    config, recipe, schedule = run.config, run.recipe, run.config.schedule
-    arguments = _arguments(run)
+    spec, recipe, schedule = run.spec, run.recipe, run.spec.schedule
+    arguments = dict(run.optimizer.arguments)
+    if recipe.weight_decay is not None:
+        arguments["weight_decay"] = recipe.weight_decay
     name, names = _OPTIMIZERS.get(
-        config.optimizer.name, (config.optimizer.name, {"weight_decay": "opt_weight_decay"})
+        spec.optimizer.name, (spec.optimizer.name, {"weight_decay": "opt_weight_decay"})
     )
     values = {
-        "global_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.accumulation_steps,
+        "global_batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.accumulation_steps,
         "train_samples": recipe.num_examples,
         "eval_samples": len(run.eval_set),
-        "seed": config.seed,
+        "seed": spec.seed,
         "opt_name": name,
         "opt_base_learning_rate": recipe.peak_learning_rate,
         "opt_learning_rate_warmup_steps": recipe.warmup_steps,
@@ -105,44 +98,33 @@ def hyperparameters(run: Run) -> dict[str, Any]:
                 f"{name}_opt_learning_rate_decay_poly_power": schedule.power,
                 f"{name}_opt_learning_rate_decay_steps": recipe.total_steps,
             }
-    if config.ema.decay:
-        values["model_eval_ema_factor"] = config.ema.decay
+    if spec.ema.decay:
+        values["model_eval_ema_factor"] = spec.ema.decay
     return values
 
 
-def _arguments(run: Run) -> dict[str, Any]:
-    """Returns every argument of the optimizer, including those left at their defaults."""
-    fields = run.config.optimizer.to_dict()
-    arguments = factory.arguments_of({**fields, "name": optimizer_of(fields["name"])})
-    if run.recipe.weight_decay is not None:
-        arguments["weight_decay"] = run.recipe.weight_decay
-    return arguments
-
-
 class MLPerfLog(Observer):
-    """Appends the lines of one start, in the first process, until the target is reached.
+    """In the first process, appends the lines of one start until the target is reached.
 
-    Args:
-      run: the run; nothing is written unless `config.log.mlperf` is True.
-      target: the run's target. MLPerf calls its metric `eval_accuracy`, whatever it is.
+    MLPerf calls every target metric `eval_accuracy`.
     """
 
     def __init__(self, run: Run, target: Target) -> None:
         self._run, self._recipe, self._target = run, run.recipe, target
-        self._metric = run.config.target.metric
+        self._metric = run.spec.target.metric
         self._file: writing.LineFile | None = None
         self._block: dict[str, Any] | None = None
 
     def started(self, start: Start) -> None:
-        """Writes the beginning of the start, its `hyperparameters`, and `run_start`."""
-        wanted = self._run.config.log.mlperf and jax.process_index() == 0
-        # A complete run that is started again is no further attempt at the target.
+        """Writes `init_start`, the hyperparameters, `init_stop` and `run_start`."""
+        wanted = self._run.spec.log.mlperf and jax.process_index() == 0
+        # Starting a complete run again is not another attempt at the target.
         has_work = start.eval_due or not start.is_over
         if not wanted or not has_work or self._target.reached is not None:
             return
-        assert self._run.folder is not None  # a start has one
+        assert self._run.folder is not None  # every start has a folder
         self._file = writing.LineFile(self._run.folder.path / "mlperf.log", start.fail)
-        # Compiling is over at this point, so the line is dated back to when the start began.
+        # Everything is compiled by now, so date the line back to the beginning of the start.
         self._write(_START, "init_start", ago=start.clock.startup_of_this_start)
         for key, value in hyperparameters(self._run).items():
             self._write(_POINT, key, value)
@@ -150,11 +132,11 @@ class MLPerfLog(Observer):
         self._write(_START, "run_start", metadata=self._samples(start.step))
 
     def updating(self, step: int) -> None:
-        """Begins a block after `step` updates, unless one has begun."""
+        """Begins a block after `step` updates, unless a block has already begun."""
         if self._file is None or self._block is not None:
             return
         recipe = self._recipe
-        # There always is one: the last update is evaluated.
+        # The last update is always evaluated, so a later evaluation exists.
         due = next(
             later
             for later in range(step + 1, recipe.total_steps + 1)
@@ -170,33 +152,33 @@ class MLPerfLog(Observer):
         """Writes the beginning and the end of an evaluation, which also ends the block."""
         if reason != "evaluation":
             if self._file is not None:
-                self._file.flush()  # a resumed run does not write these lines again
+                self._file.flush()  # before a save: a resumed run does not repeat these lines
             yield
             return
-        # An evaluation that a resumed run repeats comes before its first block.
+        # There is no block if a resumed run begins by repeating an evaluation.
         if self._block is not None:
             self._write(_END, "block_stop", metadata=self._block | self._samples(step))
             self._block = None
-        self._write(_START, "eval_start", metadata=self._place(step))
+        self._write(_START, "eval_start", metadata=self._position(step))
         yield
-        self._write(_END, "eval_stop", metadata=self._place(step))
+        self._write(_END, "eval_stop", metadata=self._position(step))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metric of an evaluation; if it reaches the target, writes `run_stop`."""
         value = metrics.get(self._metric)
-        told: float | str | None = value
-        place = {**self._place(step), "metric": self._metric}
+        logged: float | str | None = value
+        position = {**self._position(step), "metric": self._metric}
         if value is not None and not math.isfinite(value):
-            told = str(value)  # JSON has no NaN
-        self._write(_POINT, "eval_accuracy", told, place)
+            logged = str(value)  # JSON has no NaN
+        self._write(_POINT, "eval_accuracy", logged, position)
         if self._target.reached is not None:
-            self._stop("success", self._place(step))
+            self._stop("success", self._position(step))
 
     def ended(self) -> None:
         self._stop("aborted")
 
-    def _stop(self, status: str, place: Mapping[str, Any] | None = None) -> None:
-        self._write(_END, "run_stop", metadata={"status": status, **(place or {})})
+    def _stop(self, status: str, position: Mapping[str, Any] | None = None) -> None:
+        self._write(_END, "run_stop", metadata={"status": status, **(position or {})})
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -204,7 +186,7 @@ class MLPerfLog(Observer):
     def _samples(self, step: int) -> dict[str, Any]:
         return {"samples_count": step * self._recipe.batch_size}
 
-    def _place(self, step: int) -> dict[str, Any]:
+    def _position(self, step: int) -> dict[str, Any]:
         return {"epoch_num": self._recipe.epoch(step), **self._samples(step)}
 
     def _write(

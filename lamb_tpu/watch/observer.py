@@ -1,13 +1,13 @@
-"""Base class of observers, which follow a run without taking part in its training.
+"""Base class of observers, which follow a run from outside the training loop.
 
-The loop calls the hooks below and does not know which observers there are; `watch.observers` lists
-them. An observer overrides the hooks that it needs. Each is one file with a test of its own.
+The training loop calls the hooks below, and does not know the observers; `watch.observers` lists
+them. An observer overrides the hooks that it needs. Each observer is one file with one test.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.state import TrainState
@@ -16,6 +16,7 @@ from lamb_tpu.watch.clock import Clock
 
 # Metrics of one update or batch, as sums and weights on the host.
 Sums = Mapping[str, tuple[float, float]]
+_P = ParamSpec("_P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +25,8 @@ class Start:
 
     Attributes:
       step: completed updates.
-      state: the train state.
       is_over: whether the run is already complete, so that nothing will be trained.
-      eval_due: whether the evaluation of this update is still to come.
-      clock: the run's clock.
+      eval_due: whether the evaluation after `step` updates is still to be done.
       records: the writer of metrics.jsonl.
       last_checkpoint: returns the path of the newest complete checkpoint, for messages.
       fail: ends the run with a UserError, at the next update and in every process.
@@ -45,14 +44,13 @@ class Start:
 
 @dataclasses.dataclass
 class Record:
-    """A record of the updates since the last one, to which observers add.
+    """A record of the updates since the last record; observers add values to it.
 
     Attributes:
       step: completed updates.
       updates: number of updates that the record covers.
-      state: the train state.
       values: metrics that are shown to the user and written.
-      rates: further numbers that are only written.
+      rates: further values that are only written.
     """
 
     step: int
@@ -63,11 +61,11 @@ class Record:
 
 
 class Observer:
-    """Base class of all observers, whose hooks do nothing.
+    """Base class of all observers; its hooks do nothing.
 
     Attributes:
       name: key of the observer's state in a checkpoint; '' for an observer without state.
-      saves_evaluations: whether every update that is evaluated must be saved.
+      saves_evaluations: whether the train state must be saved after every evaluation.
       may_end_run: whether an evaluation may end the run, see `end_reason`.
     """
 
@@ -77,35 +75,40 @@ class Observer:
 
     @property
     def end_reason(self) -> str:
-        """Reason for ending the run early, such as 'stopped at its target'; '' while it goes on."""
+        """Reason for ending the run early, such as 'stopped at its target'; '' to continue."""
         return ""
 
     def check(self, names: Collection[str]) -> None:
-        """Refuses a config that names an unknown metric; `names` are the evaluation's metrics."""
+        """Rejects a config that names an unknown metric; `names` are the evaluation's metrics."""
 
     def started(self, start: Start) -> None:
         """Called once, before the first update of a start."""
 
+    def ends_call(self, step: int) -> bool:
+        """Returns whether `updated` must be called after update `step`, counted from 1.
+
+        One call of the compiled step may make several updates; it then ends at this update.
+        """
+        return False
+
     def updating(self, step: int) -> None:
-        """Called before each update, after `step` completed updates."""
+        """Called before each call of the compiled step, after `step` completed updates."""
 
     def updated(self, step: int, state: TrainState) -> None:
-        """Called after each update is started; the devices may still be computing it.
+        """Called when a call of the compiled step has been dispatched; `step` is its last update.
 
-        Only the first update of a start is complete at this time.
+        The devices may still be computing. Only the first update of a start, which has a separate
+        call, is complete at this time.
         """
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
-        """Called with the metrics of updates, in order, when they are on the host."""
+        """Called with the metrics of updates, in order, once they are on the host."""
 
     def saving(self, step: int, state: TrainState) -> None:
-        """Called before a state is saved, or evaluated and then perhaps saved.
-
-        May raise a UserError.
-        """
+        """Called before a state is saved or evaluated; may raise a UserError to prevent this."""
 
     def recorded(self, record: Record) -> None:
-        """Called for every record; may add to it."""
+        """Called for every record; may add values."""
 
     def paused(self, step: int, reason: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context that is entered during an interruption: 'evaluation' or 'save'."""
@@ -118,17 +121,17 @@ class Observer:
         """Called when the run is complete."""
 
     def preempted(self, step: int) -> None:
-        """Called when a signal ended the start and everything is saved."""
+        """Called after a signal has ended the start and everything is saved."""
 
     def ended(self) -> None:
         """Called last, however the start ended."""
 
     def summary(self) -> str:
-        """Returns the observer's part of the line that ends a run; '' for none."""
+        """Returns the observer's text for the last line of a run; '' for none."""
         return ""
 
     def keeps(self, step: int) -> bool:
-        """Returns whether to keep the checkpoint of an update, however old it is."""
+        """Returns whether to keep the checkpoint of an update even when it is old."""
         return False
 
     def state(self) -> Any:
@@ -139,52 +142,50 @@ class Observer:
         """Continues from a `state`."""
 
 
-class Observers:
-    """Calls the hooks of several observers, in their order.
+def _each(
+    hook: Callable[Concatenate[Observer, _P], None],
+) -> Callable[Concatenate["Observers", _P], None]:
+    """Makes a method that calls a hook of every observer, in their order."""
 
-    Args:
-      observers: the observers of one run.
-    """
+    def call(self: "Observers", *args: _P.args, **kwargs: _P.kwargs) -> None:
+        for overridden in self._hooks[hook.__name__]:
+            overridden(*args, **kwargs)
+
+    return call
+
+
+class Observers:
+    """Calls the hooks of a run's observers, in their order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = list(observers)
-        # Only overridden hooks are called, so that unused ones cost no time between updates.
-        self._updating = [each for each in self._all if _overrides(each, "updating")]
-        self._updated = [each for each in self._all if _overrides(each, "updated")]
-        self._ending = [each for each in self._all if _overrides(each, "end_reason")]
+        # Only overridden hooks are called, to save time between updates.
+        self._hooks: dict[str, list[Callable[..., Any]]] = {
+            name: [
+                getattr(each, name) for each in self._all if getattr(type(each), name) is not hook
+            ]
+            for name, hook in vars(Observer).items()
+            if callable(hook)
+        }
 
-    def check(self, names: Collection[str]) -> None:
-        for observer in self._all:
-            observer.check(names)
+    check = _each(Observer.check)
+    updating = _each(Observer.updating)
+    updated = _each(Observer.updated)
+    fetched = _each(Observer.fetched)
+    saving = _each(Observer.saving)
+    recorded = _each(Observer.recorded)
+    evaluated = _each(Observer.evaluated)
+    completed = _each(Observer.completed)
+    preempted = _each(Observer.preempted)
 
     @contextlib.contextmanager
     def watching(self, start: Start) -> Iterator[None]:
-        """Calls `started` of each; at the end calls `ended`, in reverse, of those that started."""
+        """Calls `started` on each observer; on exit, calls `ended` on those, in reverse order."""
         with contextlib.ExitStack() as stack:
             for observer in self._all:
                 observer.started(start)
                 stack.callback(observer.ended)
             yield
-
-    def updating(self, step: int) -> None:
-        for observer in self._updating:
-            observer.updating(step)
-
-    def updated(self, step: int, state: TrainState) -> None:
-        for observer in self._updated:
-            observer.updated(step, state)
-
-    def fetched(self, updates: Sequence[tuple[int, Sums]]) -> None:
-        for observer in self._all:
-            observer.fetched(updates)
-
-    def saving(self, step: int, state: TrainState) -> None:
-        for observer in self._all:
-            observer.saving(step, state)
-
-    def recorded(self, record: Record) -> None:
-        for observer in self._all:
-            observer.recorded(record)
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
@@ -193,23 +194,14 @@ class Observers:
                 stack.enter_context(observer.paused(step, reason))
             yield
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._all:
-            observer.evaluated(step, metrics)
-
-    def completed(self, step: int) -> None:
-        for observer in self._all:
-            observer.completed(step)
-
-    def preempted(self, step: int) -> None:
-        for observer in self._all:
-            observer.preempted(step)
-
-    def summary(self) -> str:
-        return "; ".join(filter(None, (observer.summary() for observer in self._all)))
+    def ends_call(self, step: int) -> bool:
+        return any(ends_call(step) for ends_call in self._hooks["ends_call"])
 
     def keep(self, step: int) -> bool:
         return any(observer.keeps(step) for observer in self._all)
+
+    def summary(self) -> str:
+        return "; ".join(filter(None, (observer.summary() for observer in self._all)))
 
     @property
     def saves_evaluations(self) -> bool:
@@ -221,17 +213,13 @@ class Observers:
 
     @property
     def end_reason(self) -> str:
-        return next(filter(None, (observer.end_reason for observer in self._ending)), "")
+        return next(filter(None, (observer.end_reason for observer in self._all)), "")
 
     def state(self) -> dict[str, Any]:
         return {observer.name: observer.state() for observer in self._all if observer.name}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restores observers from their states; an observer without a saved state starts anew."""
+        """Restores observers that have a saved state; the others start from scratch."""
         for observer in self._all:
             if observer.name in states:
                 observer.restore(states[observer.name])
-
-
-def _overrides(observer: Observer, hook: str) -> bool:
-    return getattr(type(observer), hook) is not getattr(Observer, hook)

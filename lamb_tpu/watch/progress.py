@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, and plain lines otherwise."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from rich.table import Column
 
 from lamb_tpu import terminal
 from lamb_tpu.parallel.state import TrainState
-from lamb_tpu.run.recipe import Recipe
+from lamb_tpu.run.recipe import CurrentRecipe, Recipe
 from lamb_tpu.watch.observer import Observer, Record, Start
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -46,45 +46,52 @@ def _short(rate: float) -> str:
 
 
 class RunProgress(Observer):
-    """Progress of a run in updates, with examples or tokens a second and time left.
+    """Shows the progress of a run in updates, with the rate and the time left.
 
-    Where the batch changes, the bar counts examples, because updates take different times.
-
-    The rate is the mean over this start from its second update on, including evaluations and saves.
-
-    On a terminal there is one bar, with messages above it. Elsewhere there is a line at most every
-    ten seconds, and one for each message.
+    If the batch changes, the bar counts examples, because updates take different times. The rate is
+    the mean over this start from its second update on, including evaluations and saves.
 
     Args:
       label: text before the bar.
-      recipe: the run's recipe.
-      shown: False prints nothing, as on every process but the first.
-      quiet: print only the bar on a terminal, and warnings.
-      tokens: tokens in an update of the base batch, padding included; if not 0, the rate is in
-        tokens.
+      current: the run's recipe, with the batch sizes decided so far.
+      shown: whether to print anything; False in every process except the first.
+      quiet: whether to print only the bar on a terminal, and warnings.
+      tokens: tokens in an update of the base batch, including padding; 0 shows the rate in examples.
+      prefix: text before each message, to distinguish concurrent runs.
+      beside: the progress of a concurrent run, whose bar and progress lines stand for both; or None.
     """
 
     def __init__(
-        self, label: str, recipe: Recipe, shown: bool = True, quiet: bool = False, tokens: int = 0
+        self,
+        label: str,
+        current: CurrentRecipe,
+        shown: bool = True,
+        quiet: bool = False,
+        tokens: int = 0,
+        prefix: str = "",
+        beside: "RunProgress | None" = None,
     ) -> None:
-        self._recipe = recipe
+        recipe = current.value
+        self._current, self._prefix, self._beside = current, prefix, beside
         self._amount, self._unit = tokens or recipe.batch_size, "tokens" if tokens else "examples"
         self._shown, self._told = shown, shown and not quiet
-        # With soft_wrap rich breaks no lines, which `terminal.fit` has done already.
+        # soft_wrap keeps rich from breaking lines, which `terminal.fit` has done already.
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        if beside is not None:
+            self._console = beside._console
         self._bar: Progress | None = None
-        if shown and self._console.is_terminal:
+        if shown and self._console.is_terminal and beside is None:
             wide = self._console.width >= 100
-            whole = Column(no_wrap=True)  # so that only the bar shrinks on a narrow terminal
+            fixed = Column(no_wrap=True)  # so that only the bar shrinks on a narrow terminal
             self._bar = Progress(
                 TextColumn(label),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(table_column=whole),
+                MofNCompleteColumn(table_column=fixed),
                 TextColumn("{task.fields[rate]}"),
                 TextColumn("{task.fields[values]}"),
-                *([TimeElapsedColumn(table_column=whole)] if wide else []),
+                *([TimeElapsedColumn(table_column=fixed)] if wide else []),
                 TextColumn("left"),
-                TimeRemainingColumn(table_column=whole),
+                TimeRemainingColumn(table_column=fixed),
                 console=self._console,
                 speed_estimate_period=1e9,  # by default rich forgets updates after 30 s
             )
@@ -94,36 +101,39 @@ class RunProgress(Observer):
         self._start: tuple[float, int] | None = None
         self._last_line = time.monotonic()
 
+    @property
+    def _recipe(self) -> Recipe:
+        return self._current.value
+
     def started(self, start: Start) -> None:
         self._first, self._clock = start.step + 1, start.clock
         if self._bar:
             self._bar.start()
 
     def updated(self, step: int, state: TrainState) -> None:
-        """Starts the clock for rate and time left after the first update."""
+        """After the first update, starts the clock for the rate and the time left."""
         if step != self._first:
             return
         seconds = self._clock.since_began
         self.message(f"first update after {seconds:.1f} s, reading data and compiling included")
         self._start = (time.monotonic(), step)
-        # rich leaves the first value out of its rate, so earlier starts' updates do not count.
+        # rich ignores the first value in its rate, so updates of earlier starts do not count.
         if self._bar:
             self._bar.update(self._task, completed=self._done(step))
 
     def recorded(self, record: Record) -> None:
-        """Shows the latest metrics; the bar has room for `loss` alone."""
-        if self._start is None or not (self._bar or self._told):
+        """Shows the latest metrics; the bar shows only `loss`."""
+        if self._start is None or self._beside is not None or not (self._bar or self._told):
             return
         step, values = record.step, record.values
         began, first = self._start
         now = time.monotonic()
-        # In updates of the base batch.
+        # The rate is in updates of the base batch.
         place = self._recipe.place
         rate = (place(step) - place(first)) / (now - began) if now > began else 0.0
-        speed = f"{rate * self._amount:,.0f} {self._unit}/s" if rate else ""
         if self._bar:
             speed = f"{_short(rate * self._amount)} {self._unit}/s" if rate else ""
-            # More metrics would push rate and time out of 80 columns.
+            # More metrics would push the rate and the time out of 80 columns.
             loss = format_values({"loss": values["loss"]}) if "loss" in values else ""
             self._bar.update(self._task, completed=self._done(step), rate=speed, values=loss)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -131,8 +141,8 @@ class RunProgress(Observer):
             pace = ""
             if rate:
                 left = format_seconds((place(self._recipe.total_steps) - place(step)) / rate)
-                pace = f"; {speed}, {left} left"
-            # Decisions to come make it more or fewer updates.
+                pace = f"; {rate * self._amount:,.0f} {self._unit}/s, {left} left"
+            # Later decisions of the batch rule change the number of updates.
             about = "~" if self._recipe.decides else ""
             self.message(
                 f"update {step}/{about}{self._recipe.total_steps}: {format_values(values)}{pace}"
@@ -147,18 +157,18 @@ class RunProgress(Observer):
             self._bar.stop()
 
     def _done(self, step: int) -> int:
-        """Returns the count of the bar after `step` updates."""
         return step if self._recipe.path is None else self._recipe.examples(step)
 
     def warn(self, text: str) -> None:
         """Prints a line even in a quiet run."""
         if self._shown:
-            print(terminal.fit(text), file=sys.stderr)
+            print(terminal.fit(self._prefix + text), file=sys.stderr)
 
-    def message(self, text: str) -> None:
-        """Prints a line."""
+    def message(self, text: str, of_all: bool = False) -> None:
+        """Prints a line, without the prefix if it concerns all concurrent runs (`of_all`)."""
         if self._told:
-            # Text such as ':train:' must not become an emoji.
+            text = text if of_all else self._prefix + text
+            # emoji=False, or text such as ':train:' would become an emoji.
             self._console.print(terminal.fit(text), markup=False, emoji=False)
-            # Without it a file or a pipe would get nothing until a buffer is full.
+            # Otherwise a file or pipe would receive nothing until the buffer is full.
             self._console.file.flush()

@@ -1,4 +1,4 @@
-"""Rates of training between records, such as examples a second."""
+"""Throughput of training between records, such as examples per second."""
 
 import contextlib
 import time
@@ -9,14 +9,11 @@ from lamb_tpu.watch.observer import Observer, Record, Start
 
 
 class Throughput(Observer):
-    """Rates of the updates since the last record, such as examples a second.
-
-    The first update of a start, which waits for the compiler, does not count; nor do evaluations
-    and saves.
+    """Measures rates since the last record, excluding a start's first update, evaluations and saves.
 
     Args:
-      amounts: name of each rate -> the amount of one update of the base batch.
-      place: returns a number of updates in updates of the base batch, see `Recipe.place`.
+      amounts: name of each rate -> the amount in one update of the base batch.
+      place: converts a number of updates to updates of the base batch, see `Recipe.place`.
     """
 
     def __init__(
@@ -29,7 +26,7 @@ class Throughput(Observer):
         self._first = start.step + 1
 
     def updated(self, step: int, state: TrainState) -> None:
-        # Later updates are only started when this hook is called, so they cannot be timed here.
+        # Later updates are only dispatched at this time, so they cannot be timed here.
         if step == self._first:
             self._since = (step, time.monotonic())
 
@@ -44,17 +41,17 @@ class Throughput(Observer):
         if not updates or seconds <= 0:
             return
         rates = {name: amount * updates / seconds for name, amount in self._amounts.items()}
-        # MFU is shown to the user; the other rates are only written.
+        # MFU is also shown to the user; other rates are only written.
         if "mfu" in rates:
             record.values["mfu"] = rates.pop("mfu")
         record.rates |= rates
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
-        """Excludes the time inside the block."""
+        """Excludes the time of the block."""
         before = time.monotonic()
         yield
         if self._since is not None:
             first, began = self._since
-            # As if the updates before the pause had begun later by its length.
+            # Shift the beginning of the interval by the length of the pause.
             self._since = (first, began + time.monotonic() - before)

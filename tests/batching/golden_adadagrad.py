@@ -1,4 +1,4 @@
-"""Recorded tests of AdAdaGrad, repeated: statistics, batch sizes and trajectories."""
+"""Recorded tests of AdAdaGrad, recomputed: statistics, batch sizes and trajectories."""
 
 import functools
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
 Statistics = dict[str, float]
-# The tests that are run without a largest batch.
-UNLIMITED = {"quantum": 1, "upper": 2**40}
+# A bound that no test reaches, because the recorded tests have no largest batch.
+UNLIMITED = {"granularity": 1, "upper": 2**40}
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -28,9 +28,9 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
 
 
 def _statistics(parts: list[Any], law: str, per_tensor: bool) -> Statistics:
-    """Statistics of per-example gradients that several workers or micro batches have."""
-    found = _measure(parts, law, per_tensor)
-    return {name: float(value) for name, value in found.items()}
+    """Returns statistics of per-example gradients of several workers or microbatches."""
+    actual = _measure(parts, law, per_tensor)
+    return {name: float(value) for name, value in actual.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -41,12 +41,12 @@ def _measure(parts: list[Any], law: str, per_tensor: bool) -> dict[str, jax.Arra
 
 
 def _orthogonality(nu: float, **bounds: Any) -> Augmented:
-    """The orthogonality test alone, for statistics without a variance along the mean."""
+    """The orthogonality test only, for statistics without a variance along the mean."""
     return Augmented(theta=1.0, nu=nu, **bounds)
 
 
 def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """One measurement, and each test at several settings."""
+    """Recomputes one measurement, and the batch sizes of each test for several settings."""
     workers, rows = settings.take("workers"), settings.take("batch_per_worker")
     accumulation, batch = settings.take("accumulation"), settings.take("current_global_batch")
     if not settings.take("noise") > 0:
@@ -70,20 +70,20 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     pooled = _statistics(parts, "pooled", per_tensor=False)
 
     eta = recorded["eta"]
-    found = {
+    actual = {
         "eta": eta,
         "norm_batch": _batches(
             [NormTest(eta=float(x), **UNLIMITED) for x in eta], batch, published
         ),
     }
-    if accumulation > 1:  # the norm test only, whose statistics are recorded at each setting
-        return found | {
+    if accumulation > 1:  # only the norm test has recorded statistics for each setting
+        return actual | {
             "var_one_norm": np.full(eta.shape, published[variance.VARIANCE]),
             "grad_norm_squared": np.full(eta.shape, published[variance.GRAD_SQ]),
         }
     theta, nu = recorded["theta"].tolist(), recorded["nu"].tolist()
     across = published | {variance.INNER_PRODUCT: 0.0}
-    return found | {
+    return actual | {
         "theta": recorded["theta"],
         "nu": recorded["nu"],
         "ip_batch": _batches(
@@ -110,7 +110,7 @@ def _batches(rules: list[Bounded], batch: int, statistics: Statistics) -> np.nda
 
 
 def _rule(settings: Settings) -> tuple[type[Bounded], dict[str, float], tuple[str, str | None]]:
-    """A test's rule, its thresholds, and the statistics that are recorded as var and var2."""
+    """Returns the rule of a test, its thresholds, and our names for the recorded var and var2."""
     test = settings.take("test")
     if test == "norm":
         return NormTest, {"eta": settings.take("eta")}, (variance.VARIANCE, None)
@@ -123,7 +123,7 @@ def _rule(settings: Settings) -> tuple[type[Bounded], dict[str, float], tuple[st
 
 
 def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Training with a test before each update, on the same batch and parameters."""
+    """Trains with a test before each update, on the same batch and parameters."""
     kind, thresholds, (first, second) = _rule(settings)
     tx = _optimizer(settings)
     batch, workers = settings.take("initial_batch"), settings.take("workers")
@@ -133,7 +133,7 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
         settings.legend(name)
     settings.check_empty("author_adadagrad")
     free = kind(**thresholds, **UNLIMITED, interval=interval)
-    bounded = kind(**thresholds, quantum=workers, upper=largest)
+    bounded = kind(**thresholds, granularity=workers, upper=largest)
     params = {
         key.removeprefix("p32/"): jnp.asarray(value[0])
         for key, value in recorded.items()
@@ -154,11 +154,11 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
                 )
                 for k in range(workers)
             ]
-            found = _statistics(parts, "parts", per_tensor=True)
-            row |= {"var": found[first], "g2": found[variance.GRAD_SQ]}
-            row |= {"var2": found[second]} if second else {}
-            row["returned"] = free.next_batch(batch, found, start)
-            batch = bounded.next_batch(batch, found, start)
+            actual = _statistics(parts, "parts", per_tensor=True)
+            row |= {"var": actual[first], "g2": actual[variance.GRAD_SQ]}
+            row |= {"var2": actual[second]} if second else {}
+            row["returned"] = free.next_batch(batch, actual, start)
+            batch = bounded.next_batch(batch, actual, start)
         mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), gradients)
         updates, state = tx.update(mean, state, params)
         params = optax.apply_updates(params, updates)
@@ -170,7 +170,7 @@ def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 
 
 def _loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
-    """The cross-entropy of one example; kernels are [out, in]."""
+    """Returns the cross-entropy of one example; kernels are [out, in]."""
     hidden = jnp.tanh(params["fc1.weight"] @ x + params["fc1.bias"])
     logits = params["fc2.weight"] @ hidden + params["fc2.bias"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
@@ -183,7 +183,9 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
     name, rate = settings.take("optimizer"), settings.take("lr")
     if name == "sgd":
         return optax.sgd(rate)
-    if name == "adagrad":  # PyTorch's eps of 1e-10 is outside of the root, and below a rounding
+    if (
+        name == "adagrad"
+    ):  # PyTorch adds its eps of 1e-10 outside of the root, which is below rounding
         return optax.chain(optax.scale_by_rss(0.0, eps=0.0), optax.scale(-rate))
     if name == "adam":
         return optax.adam(rate)
@@ -193,9 +195,9 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def _published_adagradnorm(rate: float) -> optax.GradientTransformation:
-    """A sum for each row of a matrix; a vector also takes those left over from the matrix before.
+    """Repeats `adagradnorm.py`: each row of a matrix has one sum of squares.
 
-    This is what `adagradnorm.py` does, and no form of AdaGrad-Norm.
+    These sums also leak into the sums of the following vector. This is not a variant of AdaGrad-Norm.
     """
 
     def init(params: Any) -> Any:
@@ -219,6 +221,6 @@ def _published_adagradnorm(rate: float) -> optax.GradientTransformation:
 
 
 def _torch_order(item: tuple[str, Any]) -> tuple[str, bool]:
-    """A layer's weight before its bias, as PyTorch has them."""
+    """Orders a layer's weight before its bias, like PyTorch."""
     layer, _, kind = item[0].rpartition(".")
     return layer, kind == "bias"

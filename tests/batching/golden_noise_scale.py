@@ -1,4 +1,4 @@
-"""Recorded noise scales, repeated through `lamb_tpu.batching.noise_scale`."""
+"""Recorded noise scales, recomputed with `lamb_tpu.batching.noise_scale`."""
 
 import math
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     if implementation not in REPEATS:
         raise ValueError(f"{implementation!r} of noise_scale is unknown")
     settings = Settings(entry["hyper"])
-    found = REPEATS[implementation](settings, recorded)
+    actual = REPEATS[implementation](settings, recorded)
     settings.check_empty(implementation)
-    return found
+    return actual
 
 
 def _squares(gradients: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def _squares(gradients: np.ndarray) -> np.ndarray:
 
 
 def _norms(settings: Settings, recorded: Arrays) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Squared norms of small and large batches by step, and both batch sizes."""
+    """Returns squared norms of small and large batches by step, and both batch sizes."""
     gradients = recorded["micro_gradients"].astype(np.float64)
     small, large = settings.take("small_batch"), settings.take("large_batch")
     if gradients.shape[1] != settings.take("micro_batches"):
@@ -46,7 +46,7 @@ def _norms(settings: Settings, recorded: Arrays) -> tuple[np.ndarray, np.ndarray
 def _kdiffusion(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     smalls, larges, small, large = _norms(settings, recorded)
     decay, eps = settings.take("beta"), settings.take("eps")
-    # The class was fed norms of float32, whose rounding shows where |G|^2 nearly cancels.
+    # The class got float32 norms, whose rounding matters where |G|^2 nearly cancels.
     fed = (recorded.get("sq_norm_small", smalls), recorded.get("sq_norm_large", larges))
     state, ratios, corrected = noise_scale.init(), [], []
     for small_sq, large_sq in zip(*fed, strict=True):
@@ -63,10 +63,10 @@ def _kdiffusion(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 
 
 def _gptneox(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """The small norm is that of the last of n gradients; the averages are those that it stores."""
+    """Repeats GPT-NeoX, which takes the small batch's norm from the last of n gradients."""
     small, parts = settings.take("batch_size_small"), settings.take("n_batches")
     decay = settings.take("beta")
-    # As the gradients themselves show.
+    # The recorded gradients show that only the last gradient is used.
     overflown = ~np.isfinite(recorded["gradients"]).all(axis=-1)
     listed = settings.take("gradients_with_inf_at", np.flatnonzero(overflown).tolist())
     if listed != np.flatnonzero(overflown).tolist():
@@ -85,12 +85,15 @@ def _gptneox(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
                 latest = float(noise_scale.noise_scale(state, floor=-math.inf))
         rows.append((latest, state.trace, state.grad_sq, counted))
     ratio, trace, grad_sq, count = (np.array(column) for column in zip(*rows, strict=True))
-    # The names are swapped there.
+    # The record has the two names swapped.
     return {"noise_scale": ratio, "ema_scale": trace, "ema_noise": grad_sq, "n_updates": count}
 
 
 def _formula(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Each step's own pair; a running mean is the average whose weights are all alike."""
+    """Recomputes both estimates of each step, the ratio of their means, and the mean of their ratios.
+
+    Every step has the same weight in a mean.
+    """
     smalls, larges, small, large = _norms(settings, recorded)
     pair = noise_scale.estimate(smalls, larges, small, large)
     mean = noise_scale.NoiseScaleState(1.0, pair.grad_sq.mean(), pair.trace.mean())

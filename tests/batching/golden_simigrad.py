@@ -1,4 +1,4 @@
-"""Recorded runs of SimiGrad, repeated: cosines, batch sizes, rates and parameters."""
+"""Recorded runs of SimiGrad, recomputed: cosines, batch sizes, rates and parameters."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lamb_tpu.batching.learning_rate import rate_factor
-from lamb_tpu.batching.rules.simigrad import wanted_batch, whole_quanta
+from lamb_tpu.batching.rules.simigrad import round_to_granularity, wanted_batch
 from lamb_tpu.batching.similarity import similarity
 from tests.optim.golden_common import Settings
 
@@ -17,7 +17,7 @@ RATE = 0.01
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns what the run records at each update, and its last parameters."""
+    """Returns the recorded values of each update, and the last parameters."""
     del recorded
     settings = Settings(entry["hyper"])
     if settings.take("gradient_fed") != FED:
@@ -43,7 +43,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
             {name: grads[half::2].mean(axis=0) for name, grads in summed.items()} for half in (0, 1)
         )
         cosine = float(similarity(even, odd)["similarity"])
-        # The published code divides each half's mean by the number of its workers once more.
+        # The published code divides the mean of each half by its number of workers again.
         applied = {name: (even[name] + odd[name]) / np.float32(2 * (world // 2)) for name in names}
         params = {
             name: value - np.float32(RATE * modifier) * applied[name]
@@ -56,12 +56,12 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         wanted = wanted_batch(batch, cosine, target, steps, *bounds, smoothing)
         if cosine != target and not (cosine > target and batch == 1):
             if wanted > batch and largest is not None:
-                # The quantum itself changes: the microbatch grows with the batch up to a limit.
+                # The microbatch grows with the batch up to a limit, so the granularity changes.
                 micro = min(max(1, wanted // world), largest)
-            quantum = world * micro
-            steps = whole_quanta(wanted, batch, quantum) // quantum
+            granularity = world * micro
+            steps = round_to_granularity(wanted, batch, granularity) // granularity
             offset, start = (last + 1) % steps, last + steps
-            modifier = rate_factor("sqrt", original, quantum * steps, adjust)
+            modifier = rate_factor("sqrt", original, granularity * steps, adjust)
         rows.append(
             {
                 "cos": cosine,
@@ -80,18 +80,18 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
             }
         )
         count = last + 1
-    found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    actual = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     last_params = np.concatenate([np.ravel(params[name]) for name in names])
-    return found | {"params_final": last_params}
+    return actual | {"params_final": last_params}
 
 
 def _fed(gradients: np.ndarray, world: int, noise: float) -> np.ndarray:
-    """Gradients of every rank and micro step: (world, 20, *shape)."""
+    """Returns the gradients of every rank and micro step, (ranks, 20, *shape)."""
     return np.float32(noise) * gradients[:world] + gradients.mean(axis=0)
 
 
 def _summed(feed: np.ndarray, first: int, steps: int) -> np.ndarray:
-    """The mean over the micro steps of one update, for each rank."""
+    """Returns the mean over the micro steps of one update, for each rank."""
     return sum(feed[:, k % feed.shape[1]] / np.float32(steps) for k in range(first, first + steps))
 
 

@@ -1,6 +1,5 @@
-"""The noise scale: unbiased pairs, averages of both, and one rule for a negative |G|^2."""
+"""Tests the noise scale: unbiased pairs, their averages, and a negative |G|^2."""
 
-import doctest
 import math
 
 import jax
@@ -12,13 +11,8 @@ from lamb_tpu.batching import noise_scale
 from lamb_tpu.batching.noise_scale import Estimate
 
 
-def test_docstrings() -> None:
-    result = doctest.testmod(noise_scale)
-    assert result.failed == 0 and result.attempted >= 4
-
-
 def test_the_pair_is_the_sample_variance_of_microbatches() -> None:
-    """With the mean over all microbatches the trace is b times their variance with n - 1."""
+    """If `small_sq` is the mean over microbatches of 4, the trace is 4 times their variance."""
     gradients = np.random.default_rng(0).normal(0.3, 1.0, (8, 50))
     mean = gradients.mean(axis=0)
     pair = noise_scale.estimate(
@@ -50,7 +44,7 @@ def test_averages_have_no_bias_from_the_start_and_the_ratio_is_of_averages() -> 
     assert all(math.isnan(value) for value in noise_scale.averages(state))
     for pair in (Estimate(1.0, 8.0), Estimate(3.0, 0.0)):
         state = noise_scale.update(state, pair, decay=0.5)
-    # Weights of 1/3 and 2/3.
+    # The two estimates have weights of 1/3 and 2/3.
     np.testing.assert_allclose(noise_scale.averages(state), [7 / 3, 8 / 3])
     assert noise_scale.noise_scale(state) == pytest.approx(8 / 7)  # the mean of ratios is 8 / 3
 
@@ -72,7 +66,7 @@ def test_a_negative_square_has_one_rule(pair: Estimate, floor: float, expected: 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_overflowed_changes_nothing(bad: float) -> None:
+def test_overflow_changes_nothing(bad: float) -> None:
     state = noise_scale.update(noise_scale.init(), Estimate(2.0, 6.0), decay=0.9)
     for pair in (Estimate(bad, 1.0), Estimate(1.0, bad)):
         np.testing.assert_array_equal(noise_scale.update(state, pair, decay=0.9), state)
@@ -94,31 +88,31 @@ def test_under_jit_as_on_the_host() -> None:
 
 
 def test_a_traced_number_of_examples() -> None:
-    found = jax.jit(lambda large: noise_scale.estimate(5.0, 2.0, 4, large))(16.0)
-    assert found == pytest.approx(noise_scale.estimate(5.0, 2.0, 4, 16))
+    actual = jax.jit(lambda large: noise_scale.estimate(5.0, 2.0, 4, large))(16.0)
+    assert actual == pytest.approx(noise_scale.estimate(5.0, 2.0, 4, 16))
 
 
-def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="small must be below large.*8 and 8"):
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="small=8 must be below large=8, because"):
         noise_scale.estimate(1.0, 1.0, 8, 8)
-    with pytest.raises(ValueError, match="small must be below large.*8 and nan"):
+    with pytest.raises(ValueError, match="small=8 must be below large=nan, because"):
         noise_scale.estimate(1.0, 1.0, 8, math.nan)
-    with pytest.raises(ValueError, match="small must be above 0, not 0"):
+    with pytest.raises(ValueError, match="small=0 must be above 0"):
         noise_scale.estimate(1.0, 1.0, 0, 8)
-    with pytest.raises(ValueError, match="decay must be at least 0 and below 1, not 1.0"):
+    with pytest.raises(ValueError, match="decay=1.0 must be at least 0 and below 1"):
         noise_scale.update(noise_scale.init(), Estimate(1.0, 1.0), 1.0)
 
 
-@pytest.mark.parametrize("batches, found", [(4, 1.0), (32, 1.4)])
-def test_a_ratio_of_l1_norms_saturates(batches: int, found: float) -> None:
-    """Why the sign's geometry has no noise scale here; README.md has these figures."""
+@pytest.mark.parametrize("batches, actual", [(4, 1.0), (32, 1.4)])
+def test_a_ratio_of_l1_norms_saturates(batches: int, actual: float) -> None:
+    """Shows why there is no noise scale for sign descent; a guide in docs quotes these numbers."""
     rng, size, batch, parts = np.random.default_rng(0), 20_000, 64, 8
     deviations, true = np.exp(rng.normal(size=size)), rng.normal(size=size)
     true *= deviations
-    # The noise scale, the squared ratio of the l1 norms, is so many batches.
+    # The noise scale, the squared ratio of the l1 norms, in batches.
     true *= deviations.sum() / np.abs(true).sum() / np.sqrt(batches * batch)
     noise = rng.normal(size=(parts, size)) * deviations / np.sqrt(batch / parts)
     grads = true + noise
     spread = np.sqrt(grads.var(0, ddof=1) * batch / parts).sum()
     ratio = (spread / np.abs(grads.mean(0)).sum()) ** 2 / batch
-    assert ratio == pytest.approx(found, abs=0.06)
+    assert ratio == pytest.approx(actual, abs=0.06)

@@ -1,34 +1,27 @@
-"""Paths of batches: decisions, pieces, examples, the end of a run."""
+"""Tests paths: decisions, segments, numbers of examples, and the end of a run."""
 
-import doctest
 import json
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
-from lamb_tpu.batching import path as path_lib
 from lamb_tpu.batching.path import Path, describe, follow
 from lamb_tpu.batching.rules import Constant, NoiseScale, Ramp
 
-RAMP = Ramp(quantum=16, points=((0, 16), (64, 32), (192, 128)))
+RAMP = Ramp(granularity=16, points=((0, 16), (64, 32), (192, 128)))
 
 
 def grown(batch: int, total: int, changes: Iterable[tuple[int, int]]) -> Path:
-    path = Path(batch, total)
+    path = Path.from_segments([(0, batch)], total)
     for step, size in changes:
-        path.change(step, size)
+        path = path.change(step, size)
     return path
-
-
-def test_examples_of_the_docstrings() -> None:
-    result = doctest.testmod(path_lib)
-    assert result.failed == 0 and result.attempted >= 3
 
 
 def test_every_update_of_a_ramp() -> None:
     path = follow(RAMP, 64, total=768, most=100)
-    sizes = [16] * 4 + [32] * 4 + [128] * 4 + [64]  # the last is what is left
+    sizes = [16] * 4 + [32] * 4 + [128] * 4 + [64]  # the last batch is cut
     assert path.updates == len(sizes) and path.batches().tolist() == sizes
     assert [path.batch(step) for step in range(14)] == [*sizes, 0]
     assert [path.examples(step) for step in range(14)] == [0, *np.cumsum(sizes)]
@@ -36,26 +29,26 @@ def test_every_update_of_a_ramp() -> None:
     assert list(path.changes()) == [(0, 0, 16), (4, 64, 32), (8, 192, 128), (12, 704, 64)]
 
 
-def test_a_size_that_comes_again_is_one_piece() -> None:
-    constant = follow(Constant(quantum=8), 64, total=640, most=10)
-    assert (constant.pieces, constant.updates, constant.decisions) == ([(0, 64)], 10, 0)
-    again = Ramp(quantum=8, points=((0, 8), (16, 8), (24, 16), (40, 8)))
-    assert follow(again, 8, total=48, most=10).pieces == [(0, 8), (3, 16), (4, 8)]
-    # What is left at the end is as large as the batch before the last.
-    assert grown(16, 48, [(2, 32)]).pieces == [(0, 16)]
+def test_repeated_sizes_are_one_segment() -> None:
+    constant = follow(Constant(granularity=8), 64, total=640, most=10)
+    assert (constant.segments, constant.updates) == ([(0, 64)], 10)
+    again = Ramp(granularity=8, points=((0, 8), (16, 8), (24, 16), (40, 8)))
+    assert follow(again, 8, total=48, most=10).segments == [(0, 8), (3, 16), (4, 8)]
+    # The cut last batch equals the batch before it.
+    assert grown(16, 48, [(2, 32)]).segments == [(0, 16)]
 
 
 def test_a_decision_holds_for_the_interval() -> None:
-    ramp = Ramp(quantum=16, points=RAMP.points, interval=3)
-    # Decided before the updates 0, 3, 6 and 9.
+    ramp = Ramp(granularity=16, points=RAMP.points, interval=3)
+    # The rule decides before updates 0, 3, 6 and 9.
     assert follow(ramp, 64, total=768, most=100).batches().tolist() == (
         [16] * 3 + [16] * 3 + [32] * 3 + [128] * 4 + [64]
     )
 
 
-def test_a_decision_leaves_what_was_before_it() -> None:
-    """Each further decision changes only the updates behind it, and the number of them."""
-    path, rng = Path(32, 4096), np.random.default_rng(0)
+def test_a_decision_changes_only_later_updates() -> None:
+    """A decision changes the batch sizes and the number of later updates, but no earlier update."""
+    path, rng = grown(32, 4096, []), np.random.default_rng(0)
     sizes = list[int]()
     while path.examples(len(sizes)) < path.total:
         step = len(sizes)
@@ -66,7 +59,7 @@ def test_a_decision_leaves_what_was_before_it() -> None:
         ahead = path.batches(middle, step + 3).tolist()
         assert ahead == path.batches().tolist()[middle : step + 3]
         if step % 3 == 0:
-            path.change(step, int(rng.integers(1, 12)) * 8)
+            path = path.change(step, int(rng.integers(1, 12)) * 8)
         sizes.append(path.batch(step))
     assert path.batches().tolist() == sizes and path.updates == len(sizes) > 30
 
@@ -75,31 +68,30 @@ def test_decisions_pass_through_a_checkpoint() -> None:
     path = follow(RAMP, 64, total=768, most=100)
     assert path.until(3) == [[0, 16]]
     assert path.until(4) == path.until(7) == [[0, 16], [4, 32]]
-    assert json.loads(json.dumps(path.until(13))) == [list(piece) for piece in path.pieces]
+    assert json.loads(json.dumps(path.until(13))) == [list(segment) for segment in path.segments]
     for step in range(14):
-        # With the decision for the update that follows, and none behind it.
-        other = Path(64, 768)
-        other.restore(path.until(step))
+        # `until` includes the decision for the next update, but no later decision.
+        other = Path.from_segments(path.until(step), 768)
         assert other.batches(0, step + 1).tolist() == path.batches(0, step + 1).tolist()
         assert other.examples(step) == path.examples(step)
     assert other.updates == 13
 
 
-def test_a_path_of_many_pieces_is_told_in_short() -> None:
-    line = Ramp(quantum=1, points=((0, 1), (1000, 40)), linear=True)
-    told = describe(follow(line, 1, total=5000, most=1000))
-    # The last update is cut to what is left.
-    assert told.startswith("1, 2 from update 26 (26 examples), 3 from update 39 (52 examples), ")
-    assert told.endswith(", 31 more changes, 29 from update 210 (4,971 examples)")
-    assert told.count("from update") == 6
+def test_a_path_of_many_segments_is_shortened() -> None:
+    line = Ramp(granularity=1, points=((0, 1), (1000, 40)), linear=True)
+    output = describe(follow(line, 1, total=5000, most=1000))
+    # The last batch is cut to the remaining examples.
+    assert output.startswith("1, 2 from update 26 (26 examples), 3 from update 39 (52 examples), ")
+    assert output.endswith(", 31 more changes, 29 from update 210 (4,971 examples)")
+    assert output.count("from update") == 6
 
 
-def test_mistakes() -> None:
+def test_errors() -> None:
     with pytest.raises(ValueError, match="the run would have more than 9 updates"):
         follow(RAMP, 64, total=768, most=9)
     with pytest.raises(ValueError, match="the rule needs the statistic 'noise_scale'"):
-        follow(NoiseScale(quantum=8, upper=64), 64, total=640, most=100)
+        follow(NoiseScale(granularity=8, upper=64), 64, total=640, most=100)
     path = grown(16, 256, [(4, 32)])
     for step in (3, 10):
-        with pytest.raises(ValueError, match=f"^the batch of update {step} is decided, or the run"):
+        with pytest.raises(ValueError, match=f"^the batch size of update {step} has already been"):
             path.change(step, 64)

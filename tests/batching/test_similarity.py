@@ -1,6 +1,4 @@
-"""Cosines of two half gradients, of the network and of its modules."""
-
-import doctest
+"""Tests cosines of the gradients of two halves, for the network and for each module."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from lamb_tpu.batching import similarity as module
 from lamb_tpu.batching.similarity import similarity
 
 MODULES = {"body": "^body/", "head": "^head/"}
@@ -30,40 +27,35 @@ def _cosine(a, b) -> float:
     return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
-def test_docstrings() -> None:
-    result = doctest.testmod(module)
-    assert result.failed == 0 and result.attempted >= 4
-
-
-def test_whole_and_by_module() -> None:
+def test_total_and_by_module() -> None:
     even, odd = _halves()
-    found = similarity(even, odd, MODULES)
+    actual = similarity(even, odd, MODULES)
     expected = {"similarity": _cosine(even, odd)} | {
         f"similarity/{name}": _cosine(even[name], odd[name]) for name in MODULES
     }
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+    assert {name: float(value) for name, value in actual.items()} == pytest.approx(
         expected, abs=3e-7
     )
-    assert float(similarity(even, odd)["similarity"]) == float(found["similarity"])
+    assert float(similarity(even, odd)["similarity"]) == float(actual["similarity"])
 
 
 def test_halves_of_zeros_have_no_similarity() -> None:
     even, odd = _halves()
     even["body"]["w"] = np.zeros((8, 6), np.float32)
-    found = similarity(even, odd, MODULES)
-    assert float(found["similarity/body"]) == 0.0 and float(found["similarity"]) != 0.0
+    actual = similarity(even, odd, MODULES)
+    assert float(actual["similarity/body"]) == 0.0 and float(actual["similarity"]) != 0.0
 
 
 def test_bfloat16_is_summed_in_float32() -> None:
     a = {"w": jnp.ones(4096, jnp.bfloat16)}
     b = {"w": jnp.concatenate([jnp.ones(2048), -jnp.ones(2048)]).astype(jnp.bfloat16)}
-    found = similarity(a, {"w": a["w"] * 3})["similarity"]
-    assert found.dtype == jnp.float32 and float(found) == 1.0
+    actual = similarity(a, {"w": a["w"] * 3})["similarity"]
+    assert actual.dtype == jnp.float32 and float(actual) == 1.0
     assert float(similarity(a, b)["similarity"]) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_leaves_that_are_split() -> None:
-    """Inside shard_map with one leaf split and the other whole."""
+    """Inside shard_map, one leaf is split and the other is replicated."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     even, odd = _halves()
     specs = {"body": {"w": PartitionSpec("data")}, "head": {"w": PartitionSpec()}}
@@ -73,19 +65,19 @@ def test_leaves_that_are_split() -> None:
             even, odd, MODULES, axis_name=lambda path: "data" if "body" in path else None
         )
 
-    found = jax.jit(
+    actual = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec())
     )(even, odd)
     expected = similarity(even, odd, MODULES)
     for name in expected:
-        assert float(found[name]) == pytest.approx(float(expected[name]), abs=3e-7)
+        assert float(actual[name]) == pytest.approx(float(expected[name]), abs=3e-7)
 
 
-def test_mistakes() -> None:
+def test_errors() -> None:
     even, odd = _halves()
     with pytest.raises(ValueError, match="no module matches the parameter 'head/w'"):
         similarity(even, odd, {"body": "^body/"})
     with pytest.raises(ValueError, match="the module '\\^neck' has no parameter"):
         similarity(even, odd, MODULES | {"neck": "^neck"})
-    with pytest.raises(ValueError, match="two gradients must have one structure"):
+    with pytest.raises(ValueError, match="two gradients must have the same structure"):
         similarity(even, odd["body"])

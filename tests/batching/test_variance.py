@@ -1,6 +1,5 @@
-"""Variances of per-example gradients: the same from any cut of the rows, and those of NumPy."""
+"""Tests variances of per-example gradients: against NumPy, and for any split of the rows."""
 
-import doctest
 import itertools
 
 import jax
@@ -37,7 +36,7 @@ def _of_parts(grads, cuts, law="pooled", per_tensor=False):
 
 
 def _expected(rows: np.ndarray) -> dict[str, float]:
-    """The statistics of one matrix by NumPy, in float64."""
+    """Returns the statistics of one matrix by NumPy, in float64."""
     rows = rows.astype(np.float64)
     mean = rows.mean(axis=0)
     inner = rows @ mean
@@ -50,31 +49,26 @@ def _expected(rows: np.ndarray) -> dict[str, float]:
     }
 
 
-def test_docstrings() -> None:
-    result = doctest.testmod(variance)
-    assert result.failed == 0 and result.attempted >= 3
-
-
 @pytest.mark.parametrize("cuts", [(), (12,), (1, 9, 10)])
 def test_the_statistics_do_not_depend_on_how_rows_are_cut(cuts) -> None:
     grads = _gradients()
     rows = np.concatenate([leaf.reshape(ROWS, -1) for leaf in grads.values()], axis=1)
-    found = _of_parts(grads, cuts)
+    actual = _of_parts(grads, cuts)
     for name, value in _expected(rows).items():
-        assert found[name] == pytest.approx(value, rel=2e-6), name
+        assert actual[name] == pytest.approx(value, rel=2e-6), name
 
 
 def test_a_sample_of_a_batch_along_the_batchs_gradient() -> None:
     grads, batch = _gradients(), _mean(_gradients(1))
     total = variance.sums(grads, _mean(grads), direction=batch)
-    found = {name: float(v) for name, v in variance.statistics(total).items()}
+    actual = {name: float(v) for name, v in variance.statistics(total).items()}
     rows, along = (
         np.concatenate([leaf.reshape(n, -1) for leaf in tree.values()], axis=1, dtype=np.float64)
         for n, tree in ((ROWS, grads), (1, batch))
     )
     square, inner = np.square(along).sum(), rows @ along[0]
     across = rows - np.outer(inner, along[0]) / square
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         {
             "variance": rows.var(axis=0, ddof=1).sum(),
             "inner_product_variance": inner.var(ddof=1),
@@ -85,37 +79,37 @@ def test_a_sample_of_a_batch_along_the_batchs_gradient() -> None:
     )
 
 
-def test_per_tensor_adds_what_each_tensor_has_for_itself() -> None:
+def test_per_tensor_adds_statistics_of_tensors() -> None:
     grads = _gradients()
     each = [_expected(leaf.reshape(ROWS, -1)) for leaf in grads.values()]
-    found = _of_parts(grads, (8, 16), per_tensor=True)
+    actual = _of_parts(grads, (8, 16), per_tensor=True)
     for name in each[0]:
-        assert found[name] == pytest.approx(sum(part[name] for part in each), rel=2e-6), name
+        assert actual[name] == pytest.approx(sum(part[name] for part in each), rel=2e-6), name
     whole = _of_parts(grads, (8, 16))
-    assert abs(found["inner_product_variance"] / whole["inner_product_variance"] - 1) > 0.03
+    assert abs(actual["inner_product_variance"] / whole["inner_product_variance"] - 1) > 0.03
 
 
 def test_the_law_of_parts() -> None:
-    """The form of several workers: the mean of their variances plus that of their means."""
+    """Tests the law 'parts': the mean of the workers' variances plus the variance of their means."""
     grads = _gradients()
     rows = np.concatenate([leaf.reshape(ROWS, -1) for leaf in grads.values()], axis=1)
     workers = rows.astype(np.float64).reshape(3, 8, -1)
     expected = workers.var(axis=1, ddof=1).mean(axis=0) + workers.mean(axis=1).var(axis=0)
-    found = _of_parts(grads, (8, 16), law="parts")
-    assert found["variance"] == pytest.approx(expected.sum(), rel=2e-6)
-    assert found["variance"] > 1.01 * _of_parts(grads, (8, 16))["variance"]
+    actual = _of_parts(grads, (8, 16), law="parts")
+    assert actual["variance"] == pytest.approx(expected.sum(), rel=2e-6)
+    assert actual["variance"] > 1.01 * _of_parts(grads, (8, 16))["variance"]
     assert _of_parts(grads, (), law="parts") == pytest.approx(_of_parts(grads, ()))
 
 
 def test_microbatch_means_are_the_noise_scales_trace() -> None:
     grads = _gradients()
     means = jax.tree.map(lambda leaf: leaf.reshape(6, 4, *leaf.shape[1:]).mean(axis=1), grads)
-    found = variance.statistics(variance.sums(means, _mean(grads)), examples_per_row=4)
+    actual = variance.statistics(variance.sums(means, _mean(grads)), examples_per_row=4)
     squares = sum(
         np.sum(np.square(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in means.values()
     )
-    pair = noise_scale.estimate(squares.mean(), float(found["grad_sq"]), 4, 24)
-    assert float(found["variance"]) == pytest.approx(float(pair.trace), rel=1e-5)
+    pair = noise_scale.estimate(squares.mean(), float(actual["grad_sq"]), 4, 24)
+    assert float(actual["variance"]) == pytest.approx(float(pair.trace), rel=1e-5)
 
 
 def test_microbatch_means_estimate_the_examples_variance_without_bias() -> None:
@@ -125,17 +119,17 @@ def test_microbatch_means_estimate_the_examples_variance_without_bias() -> None:
             "variance"
         ]
     )
-    found = [
+    actual = [
         float(measure({"w": rng.normal(1.0, 1.0, (6, 4, 40)).mean(axis=1).astype(np.float32)}))
         for _ in range(200)
     ]
-    assert np.mean(found) == pytest.approx(40.0, rel=0.03)
+    assert np.mean(actual) == pytest.approx(40.0, rel=0.03)
 
 
 def test_a_mean_of_zero_and_a_single_row() -> None:
     grads = {"w": jnp.array([[1.0, 0.0], [-1.0, 0.0]])}
-    found = variance.statistics(variance.sums(grads, _mean(grads)))
-    assert {name: float(v) for name, v in found.items()} == {
+    actual = variance.statistics(variance.sums(grads, _mean(grads)))
+    assert {name: float(v) for name, v in actual.items()} == {
         "variance": 2.0,
         "inner_product_variance": 0.0,
         "orthogonal_variance": 2.0,
@@ -146,7 +140,7 @@ def test_a_mean_of_zero_and_a_single_row() -> None:
 
 
 def test_sums_over_devices() -> None:
-    """Inside shard_map the sums of each device's rows, added by psum, are those of all."""
+    """Inside shard_map psum adds the sums of all devices, which gives the sums of all rows."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     grads = _gradients()
 
@@ -154,20 +148,20 @@ def test_sums_over_devices() -> None:
         mean = jax.lax.pmean(_mean(rows), "data")
         return variance.statistics(jax.lax.psum(variance.sums(rows, mean), "data"))
 
-    found = jax.jit(
+    actual = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
     )(grads)
-    assert {name: float(v) for name, v in found.items()} == pytest.approx(
+    assert {name: float(v) for name, v in actual.items()} == pytest.approx(
         _of_parts(grads, ()), rel=2e-6
     )
 
 
-def test_mistakes() -> None:
+def test_errors() -> None:
     grads = _gradients()
     total = variance.sums(grads, _mean(grads))
-    with pytest.raises(ValueError, match="law must be one of pooled, parts, not 'total'"):
+    with pytest.raises(ValueError, match="law='total' must be one of pooled, parts"):
         variance.statistics(total, law="total")
-    with pytest.raises(ValueError, match="examples_per_row must be a whole number"):
+    with pytest.raises(ValueError, match="examples_per_row=0 must be a whole number"):
         variance.statistics(total, examples_per_row=0)
     with pytest.raises(ValueError, match="at least one leaf"):
         variance.sums({}, {})

@@ -1,4 +1,4 @@
-"""The sentence about processes that differ, without processes."""
+"""The message about processes that differ, without starting processes."""
 
 import queue
 import threading
@@ -16,34 +16,34 @@ def message(*values: dict[str, str], counts: tuple[int, ...] = ()) -> str:
     for each, count in zip(values, counts or (1,) * len(values), strict=True):
         groups.append(Group(tuple((number + i, f"h{number + i}") for i in range(count)), each))
         number += count
-    return sentence(groups, lambda key: f"mend {key}")
+    return sentence(groups, lambda key: f"fix {key}")
 
 
 def test_first_key_in_the_order_of_process_0() -> None:
     assert message({"b": "1", "a": "2"}, {"a": "2", "b": "3"}) == (
-        "b is 3 on process 1 (host h1) and 1 on process 0 (host h0); mend b"
+        "b is 3 on process 1 (host h1) and 1 on process 0 (host h0); fix b"
     )
     assert message({"b": "1", "a": "2"}, {"a": "9", "b": "3"}) == (
-        "b is 3 on process 1 (host h1) and 1 on process 0 (host h0); a differs too; mend b"
+        "b is 3 on process 1 (host h1) and 1 on process 0 (host h0); a differs too; fix b"
     )
 
 
 def test_fewest_processes_first() -> None:
     assert message({"a": "1"}, {"a": "2"}, {"a": "3"}, counts=(9, 1, 2)) == (
         "a is 2 on process 9 (host h9), 3 on processes 10 (host h10) and 11 (host h11) and 1 on "
-        "processes 0 (host h0), 1 (host h1), 2 (host h2), 3 (host h3) and 5 more; mend a"
+        "processes 0 (host h0), 1 (host h1), 2 (host h2), 3 (host h3) and 5 more; fix a"
     )
-    # Groups with the same value of the key are one.
+    # Groups with the same value of the key are merged.
     assert message({"a": "1", "b": "1"}, {"a": "1", "b": "2"}, {"a": "2", "b": "1"}) == (
         "a is 2 on process 2 (host h2) and 1 on processes 0 (host h0) and 1 (host h1); b differs "
-        "too; mend a"
+        "too; fix a"
     )
 
 
 def test_many_values_and_keys() -> None:
     assert message(*({"a": str(i)} for i in range(5))) == (
         "a is 4 on process 4 (host h4), 3 on process 3 (host h3), 2 on process 2 (host h2) and "
-        "other values on 2 more; mend a"
+        "other values on 2 more; fix a"
     )
     keys = "abcdefg"
     assert "; b, c, d, e and 2 more differ too; " in message(
@@ -53,13 +53,13 @@ def test_many_values_and_keys() -> None:
 
 def test_missing_key_and_long_value() -> None:
     assert message({"a": "1", "b": "x" * 300}, {"a": "1"}) == (
-        f"b is missing on process 1 (host h1) and {'x' * 100}... on process 0 (host h0); mend b"
+        f"b is missing on process 1 (host h1) and {'x' * 100}... on process 0 (host h0); fix b"
     )
     assert message({"a": "1"}, {"a": "1", "b": "2"}).startswith("b is 2 on process 1 ")
 
 
 class Store:
-    """The coordination service's keys, for threads that play processes."""
+    """Replaces the coordination service, for threads that act as processes."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -86,7 +86,7 @@ class Store:
     ],
 )
 def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str], ...]) -> None:
-    """Equal processes send digests only; of others, all raise one error."""
+    """Equal processes send only digests; otherwise, all raise the same error."""
     store, local = Store(), threading.local()
     monkeypatch.setattr(distributed, "client", lambda: store)
     monkeypatch.setattr(distributed, "index_and_count", lambda: (local.index, len(values)))
@@ -107,12 +107,12 @@ def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str],
         thread.start()
     for thread in threads:
         thread.join(30)
-    found = [errors.get(timeout=1) for _ in values]
+    actual = [errors.get(timeout=1) for _ in values]
     sent = {key.split("/")[3] for key in store.values}
     if all(each == values[0] for each in values):
-        assert found == [None] * 3 and sent == {"digest", "verdict"}
+        assert actual == [None] * 3 and sent == {"digest", "verdict"}
     else:
-        assert len(set(found)) == 1 and found[0].startswith("a is ")
+        assert len(set(actual)) == 1 and actual[0].startswith("a is ")
         assert distributed._leaves_with_all and sent == {"digest", "verdict", "values", "sentence"}
 
 

@@ -1,4 +1,4 @@
-"""Several devices of a CPU, and runs on them."""
+"""Simulated devices of a CPU, and runs on them."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import jax
 import pytest
 
 from lamb_tpu.cluster import cpu_devices
-from lamb_tpu.errors import UserError
 from tests import tiny
+from tests.raising import rejected
 
 
 def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    with pytest.raises(UserError, match="--cpu_devices is 2, and XLA_FLAGS='--xla_force_host_"):
+    with rejected("--cpu-devices", 2, "conflicts with XLA_FLAGS", "leave out one of the two"):
         cpu_devices.make(2)
 
 
@@ -26,7 +26,7 @@ def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_enough(
     count: int, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before JAX has made its devices, which in this process it has."""
+    """Replaces JAX's setting, because this process has already created its devices."""
     made: dict[str, int] = {}
     monkeypatch.setattr(jax.config, "update", made.__setitem__)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
@@ -40,13 +40,13 @@ def test_threads_are_enough(
 def test_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(cpu_devices, "make", made.append)
-    cpu_devices.ensure(8)  # as this process has
+    cpu_devices.ensure(8)  # the number of devices that this process already has
     cpu_devices.ensure(4)
     assert made == [4]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    """Runs a command in an environment that says nothing of devices."""
+    """Runs a command in an environment that does not set the number of devices."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -71,17 +71,17 @@ def test_a_run_goes_on_with_other_devices(tmp_path: pathlib.Path) -> None:
         "--config.duration=2 steps",
         "--config.log.tensorboard=false",
     )
-    first = run(*train, "--cpu_devices=2")
+    first = run(*train, "--cpu-devices=2")
     assert "mesh: data=2 over 2 cpu device(s)" in first.stdout, first.stderr
     again = run(*train)
     assert "mesh: data=1 over 1 cpu device(s)" in again.stdout, again.stderr
     assert "resumed from the checkpoint of update 2" in again.stdout
     evaluated = [
-        run("lamb_tpu.evaluate", f"--workdir={tmp_path}", f"--cpu_devices={count}")
+        run("lamb_tpu.evaluate", f"--workdir={tmp_path}", f"--cpu-devices={count}")
         for count in (1, 2)
     ]
     one, two = (json.loads(done.stdout) for done in evaluated)
     assert one == pytest.approx(two, rel=1e-5) and one["step"] == 2
-    wrong = run(*train, "--cpu_devices=many")
-    assert wrong.returncode == 2 and "--cpu_devices=many" in wrong.stderr
+    wrong = run(*train, "--cpu-devices=many")
+    assert wrong.returncode == 2 and "--cpu-devices=many" in wrong.stderr
     assert len(wrong.stderr.splitlines()) == 1

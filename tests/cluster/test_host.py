@@ -1,4 +1,4 @@
-"""Facts of the machine."""
+"""The CPU cores that a process may use, and the name of the processor."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def test_cores_are_those_that_this_process_may_use() -> None:
         os.sched_setaffinity(0, mine)
 
 
-def test_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_information(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert host.num_cores() == os.cpu_count()
     monkeypatch.setattr(os, "cpu_count", lambda: None)
@@ -44,7 +44,7 @@ def test_processor(text: str | None, expected: str, monkeypatch: pytest.MonkeyPa
     def read_text(path: pathlib.Path) -> str:
         if text is None:
             raise FileNotFoundError(path)
-        return f"{text}\n{text}"  # a part for each core
+        return f"{text}\n{text}"  # a block of lines for each CPU core
 
     monkeypatch.setattr(pathlib.Path, "read_text", read_text)
     monkeypatch.setattr(platform, "processor", lambda: "")

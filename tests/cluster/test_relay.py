@@ -1,4 +1,4 @@
-"""The relayed stderr of a process that JAX aborts because of another process."""
+"""The filtered stderr of a process that JAX aborts because of another process."""
 
 import io
 import os
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lamb_tpu.cluster import relay
+from lamb_tpu.cluster import relay, signals
 from tests import tiny
 from tests.cluster.test_distributed import free_port
 
@@ -41,7 +41,7 @@ from coordination service: UNAVAILABLE: Socket closed
 Additional GRPC error information from remote target coordination_service:
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}.
 """
-# JAX 0.12 adds these two to some lines of its log.
+# JAX 0.12 adds these two lines to some messages of its log.
 TRACE = b"""\
 === Source Location Trace: ===
 external/xla+/xla/pjrt/distributed/coordination/coordination_service.cc:232
@@ -67,7 +67,7 @@ OWN = b"error: another process of this run has ended, so this one cannot go on\n
         (WARNING + TRACE + STOPPED, SENTENCE),
         (b"file.cc:7\n", b"file.cc:7\n"),
         (OWN + WARNING + STOPPED, OWN),
-        # Where nothing came of it, the log is told in the end.
+        # Without an abort, the log is printed at the end.
         (WARNING + b"a line\n", b"a line\n" + WARNING),
         (
             b"F1122 10:10:29.862565 3 client.h:80] Terminating process absl::Status: DEADLINE: Deadline\n",
@@ -101,8 +101,8 @@ def test_lines_pass_at_once_and_signals_do_not_end_it() -> None:
 
 
 @pytest.mark.long
-def test_stopped_process_is_told_in_a_sentence(tmp_path: pathlib.Path) -> None:
-    """Without the launcher; JAX would write 45 lines."""
+def test_stopped_process(tmp_path: pathlib.Path) -> None:
+    """Even without the launcher, one sentence is written; JAX would write 45 lines."""
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": "1",
@@ -121,10 +121,10 @@ def test_stopped_process_is_told_in_a_sentence(tmp_path: pathlib.Path) -> None:
         for index in range(2)
     ]
     try:
-        _, told = processes[0].communicate(timeout=100)
+        _, output = processes[0].communicate(timeout=100)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    assert processes[0].returncode == -signal.SIGABRT
-    assert told == SENTENCE, told.decode()
+    assert processes[0].returncode == signals.LOST_PEER
+    assert output == SENTENCE, output.decode()

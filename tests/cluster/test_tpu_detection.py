@@ -1,4 +1,4 @@
-"""Processes of a TPU slice find their places on a TPU VM and on GKE, by JAX' own detection."""
+"""JAX detects the processes of a TPU slice on a TPU VM and on GKE."""
 
 import http.server
 import os
@@ -16,8 +16,6 @@ ATTRIBUTES = "/computeMetadata/v1/instance/attributes/"
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """The metadata server of a Google machine."""
-
     values: dict[str, str] = {}
 
     def do_GET(self) -> None:
@@ -27,17 +25,16 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.wfile.write((text or "<p>Error 404: Not Found</p>").encode())
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Values of the machine's metadata, on a machine that has TPU chips."""
     for name in list(os.environ):
         if name.startswith(("JAX_", "SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between six requests for a value
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between requests
     monkeypatch.setattr(Metadata, "values", {})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -47,7 +44,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         server.shutdown()
 
 
-def place() -> tuple[str | None, int | None, int | None]:
+def detected() -> tuple[str | None, int | None, int | None]:
     return distributed._detect(None, None, None, 5)
 
 
@@ -58,13 +55,13 @@ def test_hosts_of_a_tpu_vm(metadata: dict[str, str], endpoints: str) -> None:
         "worker-network-endpoints": endpoints,
         "tpu-env": "ACCELERATOR_TYPE: 'v4-16'\n",
     }
-    assert place() == (f"127.0.0.1:{PORT}", 2, 1)
+    assert detected() == (f"127.0.0.1:{PORT}", 2, 1)
 
 
 def test_one_host_is_a_run_of_one_process(metadata: dict[str, str]) -> None:
     metadata |= {"agent-worker-number": "0", "worker-network-endpoints": "127.0.0.1", "tpu-env": ""}
-    assert place() == (f"127.0.0.1:{PORT}", 1, 0)
-    distributed.initialize()  # would listen, and wait for nobody
+    assert detected() == (f"127.0.0.1:{PORT}", 1, 0)
+    distributed.initialize()  # must not join: it would listen, and wait in vain
 
 
 def test_slices_of_a_queued_resource(metadata: dict[str, str]) -> None:
@@ -75,16 +72,16 @@ def test_slices_of_a_queued_resource(metadata: dict[str, str]) -> None:
         "tpu-env": "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
         "MEGASCALE_COORDINATOR_ADDRESS: '127.0.0.1:8080'\n",
     }
-    assert place() == (f"127.0.0.1:{PORT}", 4, 3)
+    assert detected() == (f"127.0.0.1:{PORT}", 4, 3)
 
 
 def test_pods_of_a_jobset(metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their variables are those of GKE; what the node's metadata lacks is one slice."""
+    """GKE sets variables in the pods. Without variables for slices, there is one slice."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,bert-slice-0-1.bert")
-    assert place() == (f"localhost:{PORT}", 2, 1)
+    assert detected() == (f"localhost:{PORT}", 2, 1)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "3")
     monkeypatch.setenv("MEGASCALE_SLICE_ID", "2")
     monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "localhost:8080")
-    assert place() == (f"localhost:{PORT}", 6, 5)
+    assert detected() == (f"localhost:{PORT}", 6, 5)

@@ -1,31 +1,30 @@
-"""The recipes for BERT against the settings of their sources, beside the rates."""
+"""The settings of the BERT recipes, except rates, compared with the sources of the recipes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import config as config_lib
-from lamb_tpu.errors import UserError
 from lamb_tpu.optim import parameters
-from lamb_tpu.run.recipe import resolve, resolve_optimizer
+from lamb_tpu.run.optimizer import resolve_optimizer
+from lamb_tpu.run.recipe import resolve
+from lamb_tpu.spec import parse
 from tests import tiny
+from tests.raising import rejected
 
 
 def _config(argument: str) -> ConfigDict:
     config = tiny.recipe_file(tiny.ROOT / "configs" / "bert_pretrain.py").get_config(argument)
-    config_lib.check_keys(config)
-    config_lib.check_values(config)
+    parse(config)
     return config
 
 
 def _lamb_of_deepspeed(
     weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, decay: float
 ) -> np.ndarray:
-    """csrc/lamb/fused_lamb_cuda_kernel.cu without bias correction, in float64.
+    """The updates of DeepSpeed's csrc/lamb/fused_lamb_cuda_kernel.cu without bias correction, in float64.
 
-    The settings are those of deepspeed_bsz64k_lamb_config_seq128.json and, where it is silent, of
+    The settings are those of deepspeed_bsz64k_lamb_config_seq128.json, or else the defaults of
     deepspeed/ops/lamb/fused_lamb.py. Gradients have a norm below 1, so nothing is clipped.
     """
     m = v = np.zeros_like(weights)
@@ -43,7 +42,7 @@ def _lamb_of_deepspeed(
 def test_updates_of_deepspeed() -> None:
     config = _config("recipe=deepspeed,phase=1")
     rng = np.random.default_rng(0)
-    shapes = {  # a kernel within the bounds, one above, one below; a new bias; LayerNorm's scale
+    shapes = {  # kernels with a ratio within, above and below the bounds; a zero bias; a LayerNorm scale
         "kernel": 0.1 * rng.standard_normal((4, 3)),
         "large/kernel": 9 * np.ones((4, 3)),
         "small/kernel": np.full((4, 3), 1e-5),
@@ -52,7 +51,7 @@ def test_updates_of_deepspeed() -> None:
     }
     gradients = {k: 0.01 * rng.standard_normal((5, *v.shape)) for k, v in shapes.items()}
     recipe = resolve(config, 10**6)
-    tx, _ = resolve_optimizer(config, recipe)
+    tx = resolve_optimizer(parse(config).optimizer).make(recipe)
     params = jax.tree.map(jnp.asarray, shapes)
     state, update = tx.init(params), jax.jit(tx.update)
     for step in range(5):
@@ -76,12 +75,13 @@ def test_onebit_lamb_has_its_exchange() -> None:
     config = _config("optimizer=onebit_lamb,phase=1")
     assert config.parallel.exchange.name == "onebit" and config.parallel.backend == "shard_map"
     assert config.schedule == _config("phase=1").schedule
-    with pytest.raises(UserError, match="recipe=nvidia has settings of LAMB alone"):
+    problem, remedy = "has settings for LAMB only", "use recipe=paper with optimizer=onebit_lamb"
+    with rejected("the config's argument recipe", "nvidia", problem, remedy):
         _config("optimizer=onebit_lamb,recipe=nvidia")
 
 
 def test_who_adapts() -> None:
-    """In DeepSpeed's LAMB all tensors, in the authors' and apex's those that decay."""
+    """All tensors adapt in DeepSpeed's LAMB; only tensors that decay adapt in the authors' and in apex's."""
     shapes = {
         "encoder/layers/output/bias": (2, 4),
         "encoder/layers/output/kernel": (2, 4, 4),
@@ -90,14 +90,14 @@ def test_who_adapts() -> None:
     }
     tree = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
 
-    def facts(argument: str) -> dict[str, parameters.ParameterFacts]:
+    def metadata(argument: str) -> dict[str, parameters.ParameterMetadata]:
         return parameters.resolve(tree, _config(argument).optimizer.rules)
 
     for argument in ("", "recipe=nvidia", "recipe=mixed", "recipe=deepspeed,optimizer=adamw"):
-        for key, found in facts(argument).items():
-            assert found.decay == found.adapt == (not key.endswith(("bias", "scale")))
+        for key, actual in metadata(argument).items():
+            assert actual.decay == actual.adapt == (not key.endswith(("bias", "scale")))
     for scan in ("", ",scan"):
-        for key, found in facts(f"recipe=deepspeed{scan}").items():
-            assert found.adapt and found.decay == (not key.endswith(("bias", "scale")))
+        for key, actual in metadata(f"recipe=deepspeed{scan}").items():
+            assert actual.adapt and actual.decay == (not key.endswith(("bias", "scale")))
             stacked = bool(scan) and key.startswith("encoder")
-            assert found.layer_axes == ((0,) if stacked else ())
+            assert actual.layer_axes == ((0,) if stacked else ())

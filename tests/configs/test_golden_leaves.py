@@ -1,6 +1,6 @@
-"""What every optimizer does with the leaves of every network, against text files.
+"""The treatment of every network's parameters by every optimizer, compared with text files.
 
-To change them on purpose: python -m tests.configs.test_golden_leaves
+To update the files: python -m tests.configs.test_golden_leaves
 """
 
 import pathlib
@@ -16,7 +16,7 @@ from tests import tiny
 from tests.configs.test_golden_tables import TABLES, shapes
 
 FOLDER = pathlib.Path(__file__).parent.parent / "golden_leaves"
-# Networks without a recipe of their own: the other sizes, on an image of the same kind.
+# Sizes of ResNet and EfficientNet that are not in TABLES.
 SIZES = [
     name
     for name in models.MODULES
@@ -26,7 +26,6 @@ SIZES = [
 
 
 def network(name: str) -> tuple[Any, Any]:
-    """Shapes of a network's parameters, and the rules of its recipe."""
     if name in SIZES:
         model = models.build(name, num_classes=1000)
         image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
@@ -38,23 +37,22 @@ def network(name: str) -> tuple[Any, Any]:
 
 
 def lines(name: str) -> str:
-    """A line for each optimizer, under its name."""
     params, rules = network(name)
-    found = []
+    actual = []
     for optimizer in factory.OPTIMIZERS:
         config = {"name": optimizer, "rules": rules}
         try:
             state = jax.eval_shape(factory.make_optimizer(config, 0.1).init, params)
         except ValueError as error:
-            found.append(f"{optimizer} | rejected: {error}")
+            actual.append(f"{optimizer} | rejected: {error}")
             continue
         arguments = factory.arguments_of(config)
         report = leaves.report(optimizer, state, params, rules, arguments)
-        found.append(f"{optimizer} | {report.line()}")
-    return "\n".join(found) + "\n"
+        actual.append(f"{optimizer} | {report.line()}")
+    return "\n".join(actual) + "\n"
 
 
-# Shapes of hundreds of leaves for 20 optimizers take seconds.
+# Computing the shapes of hundreds of leaves for 20 optimizers takes seconds.
 LONG = ("bert_pretrain", "imagenet_efficientnet_lars", *SIZES)
 
 
@@ -73,7 +71,6 @@ def test_every_network_has_a_file() -> None:
 
 
 def network_of(name: str) -> str:
-    """The network of a recipe in `TABLES`."""
     file, argument, _, (optimizer, *_) = TABLES[name]
     get_config = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config
     return get_config(f"{argument},optimizer={optimizer}").model.name

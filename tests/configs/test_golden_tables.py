@@ -1,6 +1,6 @@
-"""Tables of each recipe's parameters, which decay and which adapt, against text files.
+"""The parameter tables of all recipes, with decay and adaptation, compared with text files.
 
-To change one on purpose: python -m tests.configs.test_golden_tables
+To update the files: python -m tests.configs.test_golden_tables
 """
 
 import functools
@@ -36,7 +36,7 @@ _PAIRS = {
     "target_ids": jax.ShapeDtypeStruct((1, 9), jnp.int32),
 }
 _ALL, _BERT = ("lamb", "adamw", "momentum"), ("lamb", "adamw")
-# A recipe with its argument, what its network takes, and its optimizers.
+# A recipe with its argument, the inputs of its network, and its optimizers.
 TABLES = {
     "digits": ("digits.py", "", _image(8, 8, 1), (*_ALL, "nesterov", "lars")),
     "mnist_lenet": ("mnist_lenet.py", "", _image(28, 28, 1), (*_ALL, "sgd", "adagrad")),
@@ -75,7 +75,7 @@ TABLES = {
 
 @functools.cache
 def shapes(model: str, name: str) -> Any:
-    """Shapes of a network's parameters, in JSON, on the inputs of a table."""
+    """Returns the parameter shapes of the network with this JSON config, for the inputs in `TABLES`."""
     built = models.build(**json.loads(model))
     return jax.eval_shape(built.init, jax.random.key(0), TABLES[name][2])["params"]
 
@@ -84,7 +84,7 @@ def table(name: str, optimizer: str) -> str:
     file, argument, *_ = TABLES[name]
     get_config = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config
     config: ConfigDict = get_config(f"{argument},optimizer={optimizer}")
-    # What the optimizers do not change is traced once for all of them.
+    # Trace the network once for all optimizers.
     params = shapes(config.model.to_json(), name)
     return parameters.table(params, config.optimizer.to_dict()["rules"]) + "\n"
 

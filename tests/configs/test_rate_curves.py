@@ -1,8 +1,9 @@
-"""The rate of every update of every recipe, against the schedules of the sources.
+"""The learning rate of every update of every recipe, compared with the schedules of the sources.
 
-A reference is the source's formula in NumPy's float64, with the source's own constants; nothing of
-it is read from a recipe. `t` is the count of completed updates, as their global_step. Where a
-recipe departs from its source by a rounding, `within` says by how much of the peak, and why.
+A reference is the source's formula with its constants, in NumPy's float64; it reads nothing from the
+recipe. `t` is the number of completed updates, like the sources' global_step. If a recipe differs
+from its source by rounding, `within` bounds the difference as a fraction of the peak, and a comment
+gives the reason.
 """
 
 import math
@@ -17,12 +18,12 @@ from lamb_tpu.run.recipe import resolve
 from tests import tiny
 
 IMAGENET, MNIST = 1_281_167, 60_000
-# The LAMB authors and dawn.py leave out an epoch's last pictures: 97 updates of 512.
+# The LAMB authors and dawn.py drop the last images of an epoch, so it has 97 updates of 512 images.
 CIFAR10 = 97 * 512
-SQUAD = 64 * 1370  # close to its windows, and a tenth of the updates is whole
-# The sources' float32, and ours.
+SQUAD = 64 * 1370  # close to the number of windows in SQuAD, and divisible into ten equal parts
+# Tolerance for schedules in float32, as in the sources and here.
 EXACT = 3e-6
-# They round the warm-up down to updates, and end the decay an update after the run: we do not.
+# Tolerance if a source rounds the warm-up down to updates and ends its decay one update after the run.
 ROUNDED = 1e-3
 
 Curve = Callable[[np.ndarray], np.ndarray]
@@ -36,19 +37,19 @@ def polynomial_decay(
 
 
 def create_optimizer(rate: float, total: int, warmup: float, power: float = 1.0) -> Curve:
-    """google-research/bert, optimization.py; fastalgo/mnist_tpu, lamb/optimization.py."""
+    """Schedule of google-research/bert (optimization.py) and fastalgo/mnist_tpu (lamb/optimization.py)."""
     return lambda t: np.where(
         t < warmup, rate * t / max(warmup, 1), polynomial_decay(t, rate, total, 0.0, power)
     )
 
 
 def paper(rate: float, total: int, base_total: int) -> Curve:
-    """The LAMB paper: a fifth of the updates at 32,768, as many at every batch."""
+    """The LAMB paper's rule: at every batch size, the warm-up has `base_total` / 5 updates."""
     return create_optimizer(rate, total, base_total / 5)
 
 
 def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
-    """NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py, class PolyWarmUpScheduler."""
+    """PolyWarmUpScheduler of NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py."""
 
     def curve(t: np.ndarray) -> np.ndarray:
         progress = (t + 1) / total
@@ -59,7 +60,7 @@ def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
 
 
 def warmup_exp_decay_exp(rate: float, offset: float, proportion: float, decay_steps: int) -> Curve:
-    """DeepSpeedExamples, bing_bert: optimization.py, and update_learning_rate's offset."""
+    """Schedule of DeepSpeedExamples, bing_bert, optimization.py, plus update_learning_rate's offset."""
 
     def curve(t: np.ndarray) -> np.ndarray:
         x = t / 7500
@@ -70,34 +71,34 @@ def warmup_exp_decay_exp(rate: float, offset: float, proportion: float, decay_st
 
 
 def triangular_lr(rate: float, total: int, warmup: float) -> Curve:
-    """fastalgo/davidnet-cifar, triangular_lr; fastalgo/imagenet_resnet50_lamb, optimization.py."""
+    """Schedule of fastalgo/davidnet-cifar (triangular_lr) and imagenet_resnet50_lamb (optimization.py)."""
     return lambda t: np.where(t <= warmup, t * rate / warmup, (total - t) * rate / (total - warmup))
 
 
 def piecewise_linear(epochs: list[float], rates: list[float]) -> Curve:
-    """davidcpage/cifar10-fast, dawn.py: np.interp of the epochs so far."""
+    """Schedule of davidcpage/cifar10-fast, dawn.py: np.interp at the number of completed epochs."""
     return lambda t: np.interp(t / 97, epochs, rates)
 
 
 def polynomial_warmup(rate: float, total: float, warmup: float) -> Curve:
-    """NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, utils.py, with end_lr=0 and power 2."""
+    """Schedule of NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, utils.py, with end_lr=0 and power 2."""
     return lambda t: np.where(
         t < warmup, t / warmup * rate, polynomial_decay(t - warmup, rate, total - warmup, 0.0, 2.0)
     )
 
 
 def legw(rate: float, warmup: float) -> Curve:
-    """arXiv:1901.08256: a linear warm-up of as many updates at every batch, then no decay."""
+    """Schedule of arXiv:1901.08256: a linear warm-up, then a constant rate."""
     return lambda t: rate * np.minimum(t / warmup, 1)
 
 
 def mnist_momentum(rate: float, total: int) -> Curve:
-    """fastalgo/mnist_tpu, momentum_poly/mnist_tpu.py, without a warm-up."""
+    """Schedule of fastalgo/mnist_tpu, momentum_poly/mnist_tpu.py, without a warm-up."""
     return lambda t: polynomial_decay(t, rate, total, 1e-4, 0.5)
 
 
 def poly_rate_schedule(rate: float, epochs: float, batch: int, train_steps: int) -> Curve:
-    """tensorflow/tpu and MLPerf v0.7 in TF, resnet/lars_util.py; the decay ends at TF's 1e-4."""
+    """Schedule of tensorflow/tpu and MLPerf v0.7 in TF, resnet/lars_util.py; it ends at TF's default 1e-4."""
     w_steps = epochs * IMAGENET // batch
 
     def curve(t: np.ndarray) -> np.ndarray:
@@ -111,7 +112,7 @@ def poly_rate_schedule(rate: float, epochs: float, batch: int, train_steps: int)
 
 
 def polynomial_learning_rate_fn(rate: float, epochs: int, num_epochs: int) -> Curve:
-    """MLPerf v0.7 in JAX, train.py, at 65,536."""
+    """Schedule of MLPerf v0.7 in JAX, train.py, at batch 65,536."""
     per_epoch = IMAGENET / 65_536
     per_epoch *= math.ceil(per_epoch * 4) / (per_epoch * 4)
     warmup, total = epochs * per_epoch, num_epochs * per_epoch
@@ -124,7 +125,7 @@ def polynomial_learning_rate_fn(rate: float, epochs: int, num_epochs: int) -> Cu
 
 
 def goyal(batch: int) -> Curve:
-    """arXiv:1706.02677: from 0.1 to 0.1 for each 256 over 5 epochs; tenths at 30, 60 and 80."""
+    """Schedule of arXiv:1706.02677: a warm-up of 5 epochs from 0.1 to 0.1 * batch / 256, then three steps."""
     peak = 0.1 * batch / 256
 
     def curve(t: np.ndarray) -> np.ndarray:
@@ -136,7 +137,7 @@ def goyal(batch: int) -> Curve:
 
 
 def build_learning_rate(rate: float, batch: int, epochs: int, kind: str, total: int) -> Curve:
-    """tensorflow/tpu, models/official/efficientnet/utils.py."""
+    """Schedule of tensorflow/tpu, models/official/efficientnet/utils.py."""
     per_epoch = IMAGENET / batch
     warmup = int(epochs * per_epoch)
 
@@ -153,7 +154,7 @@ def build_learning_rate(rate: float, batch: int, epochs: int, kind: str, total: 
 
 
 def halvings(rate: float, total: int, warmup: float) -> Curve:
-    """mlcommons/training, GNMT, lr_scheduler.py: four halvings after 0.666; LEGW's warm-up."""
+    """LEGW's warm-up, then four halvings in the last third, as in MLPerf's GNMT, lr_scheduler.py."""
 
     def curve(t: np.ndarray) -> np.ndarray:
         remain = 0.666 * total
@@ -164,7 +165,7 @@ def halvings(rate: float, total: int, warmup: float) -> Curve:
 
 
 class Case(NamedTuple):
-    """A recipe's row, and what its source has for it."""
+    """A recipe, and the schedule of its source."""
 
     name: str
     argument: str
@@ -172,7 +173,7 @@ class Case(NamedTuple):
     curve: Curve
     within: float = EXACT
     num_examples: int = 10**6
-    misses: int = 0  # updates that may be further off
+    misses: int = 0  # number of updates that may differ by more than `within`
 
     def __str__(self) -> str:
         return f"{self.name}:{self.argument}"
@@ -186,7 +187,7 @@ def _bert() -> list[Case]:
             total = base * 32_768 // batch
             curve = paper(rate, total, base)
             cases.append(Case("bert_pretrain", f"batch={batch},phase={phase}", total, curve))
-    # The same rule at 65,536, where the examples of 7,038 updates are 14,076 of 32,768.
+    # The same rule at batch 65,536: 7,038 updates read as many examples as 14,076 updates of 32,768.
     cases += [
         Case("bert_pretrain", "recipe=mixed,phase=1", 7038, paper(5e-3 * 2**0.5, 7038, 14_076)),
         Case("bert_pretrain", "recipe=mixed,phase=2", 1561, paper(5e-3, 1561, 1561)),
@@ -211,7 +212,7 @@ def _bert() -> list[Case]:
             math.ceil(22e6 / 32_768),
             warmup_exp_decay_exp(2e-3, 0.0, 0.02, 150),
         ),
-        # Devlin et al.: 10,000 of 1,000,000 updates of warm-up.
+        # Devlin et al.: a warm-up of 10,000 of 1,000,000 updates.
         Case(
             "bert_pretrain",
             "optimizer=adamw,batch=512,phase=1",
@@ -235,11 +236,11 @@ def _small() -> list[Case]:
             ("lamb", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
             ("adamw", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
             ("adam", create_optimizer(0.004, total, MNIST / 1024, 0.5)),
-            # The warm-up of two epochs, that of 8,192 by LEGW.
+            # At batch 8,192 the warm-up has 16 epochs; LEGW scales it to two epochs at 1,024.
             ("lars", create_optimizer(6.0 / 8**0.5, total, 2 * MNIST / 1024, 0.5)),
             ("momentum", mnist_momentum(0.08, total)),
-            ("nesterov", mnist_momentum(0.08, total)),  # not the author's: momentum's settings
-            # Not the author's either: 0.025 and 0.01 at batch 64, times the root of 1024 / 64.
+            ("nesterov", mnist_momentum(0.08, total)),  # not in the author's code; same as momentum
+            # SGD and AdaGrad are not there either: 0.025 and 0.01 at batch 64, times the square root of 16.
             ("sgd", create_optimizer(4 * 0.025, total, 0, 0.5)),
             ("adagrad", create_optimizer(4 * 0.01, total, 0, 0.5)),
         )
@@ -272,7 +273,7 @@ def _small() -> list[Case]:
 
 
 def _ptb() -> list[Case]:
-    """tensorflow/models, tutorials/rnn/ptb/ptb_word_lm.py; above batch 20 with LEGW's warm-up."""
+    """Schedules of tensorflow/models, tutorials/rnn/ptb/ptb_word_lm.py, with LEGW's warm-up."""
     words, cases = 929_589, []
     for size, batch, steps, epochs, at_full_rate, factor in (
         ("small", 20, 20, 13, 4, 0.5),
@@ -298,7 +299,7 @@ def _ptb() -> list[Case]:
 
         argument = f"size={size},batch={batch}"
         cases.append(Case("ptb", argument, epochs * windows, curve, EXACT, batch * windows))
-    # The baseline of LEGW's paper: linear scaling, 5 epochs of warm-up, power 2.
+    # The baseline of the LEGW paper: linear scaling, 5 epochs of warm-up, power 2.
     windows = (words // 640 - 1) // 20
     total, warmup = 13 * windows, 5 * windows
 
@@ -348,7 +349,8 @@ def _imagenet() -> list[Case]:
     ):
         total = math.ceil(90 * IMAGENET / batch)
         curve = poly_rate_schedule(rate, epochs, batch, total)
-        within = ROUNDED if batch < 65_536 else 2 * ROUNDED  # of 978 updates of decay, one
+        # At 65,536 the decay has only 978 updates, so one update more or less makes a larger difference.
+        within = ROUNDED if batch < 65_536 else 2 * ROUNDED
         cases.append(resnet(f"optimizer=lars,batch={batch}", total, curve, within))
     for batch in (256, 8192):
         total = math.ceil(90 * IMAGENET / batch)
@@ -362,14 +364,22 @@ def _imagenet() -> list[Case]:
         ("lars", 65_536, 0.081, 43),
     ):
         total = math.ceil(350 * IMAGENET / batch)
-        # A warm-up of 5 epochs has 391 updates at 16,384: rounding shows, and the last is missed.
+        # At 16,384, a warm-up of 5 epochs has 391 updates: rounding it changes rates, one of them by more.
         kind, within, misses = (
             ("exponential", 3 * ROUNDED, 1) if optimizer == "rmsprop" else ("poly", ROUNDED, 0)
         )
         curve = build_learning_rate(rate * batch / 256, batch, epochs, kind, total)
         argument = f"size=b5,optimizer={optimizer},batch={batch}"
         cases.append(
-            Case("imagenet_efficientnet", argument, total, curve, within, IMAGENET, misses)
+            Case(
+                name="imagenet_efficientnet",
+                argument=argument,
+                total=total,
+                curve=curve,
+                within=within,
+                num_examples=IMAGENET,
+                misses=misses,
+            )
         )
     return cases
 
@@ -394,16 +404,16 @@ def _config(name: str, argument: str) -> ConfigDict:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_update_has_the_rate_of_the_source(case: Case) -> None:
-    found = resolve(_config(case.name, case.argument), case.num_examples).learning_rates
+    actual = resolve(_config(case.name, case.argument), case.num_examples).learning_rates
     expected = case.curve(np.arange(case.total, dtype=np.float64))
-    assert len(found) == case.total
+    assert len(actual) == case.total
     peak = expected.max()
-    misses = np.abs(found - expected) > case.within * peak
+    misses = np.abs(actual - expected) > case.within * peak
     assert misses.sum() <= case.misses, (
         f"{misses.sum()} of {case.total} updates, the first {misses.argmax()}: "
-        f"{found[misses.argmax()]} for {expected[misses.argmax()]}"
+        f"{actual[misses.argmax()]} for {expected[misses.argmax()]}"
     )
-    assert found.sum() == pytest.approx(expected.sum(), rel=max(case.within, 1e-5))
+    assert actual.sum() == pytest.approx(expected.sum(), rel=max(case.within, 1e-5))
 
 
 def test_no_recipe_is_left_out() -> None:
@@ -429,5 +439,5 @@ def test_no_recipe_is_left_out() -> None:
     for rule in rows("mnist_lstm").RULES:
         assert f"rule={rule}," in arguments("mnist_lstm")
     files = {path.stem for path in (tiny.ROOT / "configs").glob("*.py")} - {"__init__"}
-    own = {"digits", "image_folder"}  # recipes of no paper
-    assert files - {case.name for case in CASES} == own
+    without_paper = {"digits", "image_folder"}  # recipes without a paper
+    assert files - {case.name for case in CASES} == without_paper

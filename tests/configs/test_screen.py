@@ -1,4 +1,4 @@
-"""Every recipe's first lines fit a terminal of 80 columns and 24 rows."""
+"""The first output of every recipe fits a terminal of 80 columns and 24 rows."""
 
 import pathlib
 from typing import Any
@@ -19,7 +19,7 @@ _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Unread(data.ArraySource):
-    """A set with the shapes and the size of a real one, of which no example is read."""
+    """A data set with the shapes and size of a real data set; it yields only zeros."""
 
     questions = ()
 
@@ -33,7 +33,6 @@ class Unread(data.ArraySource):
 
 
 def spec_of(config: ConfigDict, inputs: Any) -> dict[str, FieldSpec]:
-    """The fields of the recipe's data; `inputs` are what its network takes in TABLES."""
     options = config.data.options
     if config.task.name == "classification":
         return {
@@ -44,10 +43,10 @@ def spec_of(config: ConfigDict, inputs: Any) -> dict[str, FieldSpec]:
     spec = {name: FieldSpec((length,), _INT) for name in inputs}
     if config.task.name == "question_answering":
         return spec | {name: FieldSpec((), _INT) for name in ("start_position", "end_position")}
-    places = (options.max_predictions,)
-    spec |= {name: FieldSpec(places, _INT) for name in ("masked_positions", "masked_ids")}
+    shape = (options.max_predictions,)
+    spec |= {name: FieldSpec(shape, _INT) for name in ("masked_positions", "masked_ids")}
     return spec | {
-        "masked_weights": FieldSpec(places, _FLOAT),
+        "masked_weights": FieldSpec(shape, _FLOAT),
         "next_sentence_label": FieldSpec((), _INT),
     }
 
@@ -58,12 +57,16 @@ def test_start_of_a_recipe_fits_a_screen(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, argument, inputs, (optimizer, *_) = TABLES[name]
-    whole: ConfigDict = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config(
+    recipe_config: ConfigDict = tiny.recipe_file(tiny.ROOT / "configs" / file).get_config(
         f"{argument},optimizer={optimizer}"
     )
-    config = phases.split(whole)[0].config
-    monkeypatch.setattr(memory, "check_memory", lambda *_: None)  # BERT-Large, eight times over
-    is_known = config.task.name in ("language_model", "translation")  # shapes without files
+    config = phases.split(recipe_config)[0].config
+    # The check of memory would reject BERT-Large on 8 simulated devices.
+    monkeypatch.setattr(memory, "check_memory", lambda *_: None)
+    is_known = config.task.name in (
+        "language_model",
+        "translation",
+    )  # shapes are known without files
     monkeypatch.setattr(
         data,
         "load",
@@ -71,16 +74,16 @@ def test_start_of_a_recipe_fits_a_screen(
         if is_known
         else lambda _, split, **options: Unread(f"set:{split}", spec_of(config, inputs), 1_281_167),
     )
-    monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # it takes long to count them
+    monkeypatch.setattr(Run, "model_flops", 123_456_789_012_345_678)  # counting FLOPs takes long
     monkeypatch.chdir(tmp_path)
     text = describe(prepare(config, "run"))
     lines = text.splitlines()
-    home = f"workdir: {tmp_path}"  # as long as the place where the tests run makes it
+    home = f"workdir: {tmp_path}"  # the path's length depends on the test folder
     assert [line for line in lines if len(line.replace(home, "workdir: ~")) > 80] == []
     assert len(lines) <= 24
     for beginning in ("workdir: ", "mesh: ", "data: ", "run: ", "learning rate: ", "model: "):
         assert any(line.startswith(beginning) for line in lines), beginning
     rows = len((tiny.ROOT / "tests" / "golden_tables" / f"{name}.txt").read_text().splitlines())
-    # The settings take up to 13 rows, of which two say what the leaves get.
+    # The settings take up to 13 of the 24 rows; two of these 13 are about the parameters.
     assert ("the table is in parameters.txt; total: " in text) is (rows > 11)
     assert ("\npath " in text and "\ntotal: " in text) is (rows <= 11)

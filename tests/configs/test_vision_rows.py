@@ -1,4 +1,4 @@
-"""The recipes for images against the rows of their papers, worked out by hand here."""
+"""The image recipes compared with rows of the papers' tables, computed by hand."""
 
 import dataclasses
 import math
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import config as config_lib
 from lamb_tpu import models
 from lamb_tpu.data.images.arrays import ArrayOptions
-from lamb_tpu.data.images.source import Options
-from lamb_tpu.data.options import read_options
+from lamb_tpu.data.images.source import ImageOptions
+from lamb_tpu.data.registry import read_options
 from lamb_tpu.errors import UserError
 from lamb_tpu.optim.factory import make_optimizer
-from lamb_tpu.run.recipe import Recipe, resolve, resolve_optimizer
+from lamb_tpu.run.optimizer import resolve_optimizer
+from lamb_tpu.run.recipe import Recipe, resolve
+from lamb_tpu.spec import parse
 from lamb_tpu.tasks.classification import Classification
 from tests import tiny
 
@@ -26,19 +27,18 @@ IMAGENET, CIFAR10 = 1_281_167, 50_000
 
 def _config(name: str, argument: str) -> ConfigDict:
     config = tiny.recipe_file(tiny.ROOT / "configs" / f"{name}.py").get_config(argument)
-    config_lib.check_keys(config)
-    config_lib.check_values(config)
+    parse(config)
     return config
 
 
 def _recipe(name: str, argument: str, num_examples: int = IMAGENET) -> Recipe:
     config = _config(name, argument)
     recipe = resolve(config, num_examples)
-    resolve_optimizer(config, recipe)
+    resolve_optimizer(parse(config).optimizer).make(recipe)
     return recipe
 
 
-# Batch, peak, epochs of warm-up: the appendix of arXiv:1904.00962.
+# Batch size, peak rate and warm-up epochs, from the appendix of arXiv:1904.00962.
 LAMB = (
     (512, 4 / (2**3.0 * 100), 0.3125),
     (1024, 4 / (2**2.5 * 100), 0.625),
@@ -61,14 +61,14 @@ def test_untuned_lamb(batch: int, rate: float, epochs: float) -> None:
 def test_the_authors_run() -> None:
     recipe = _recipe("imagenet_resnet", "recipe=author")
     assert (recipe.warmup_steps, recipe.total_steps) == (782, 3519)
-    # optimization.py: up to step 782 its 782nd parts, then down to 0 at step 3,519.
+    # optimization.py: linear up to step 782, then down to 0 at step 3,519.
     for step, rate in ((0, 0.0), (391, 0.02), (782, 0.04), (2150, 0.04 * 1369 / 2737)):
         assert recipe.learning_rates[step] == pytest.approx(rate, rel=1e-5)
     optimizer = _config("imagenet_resnet", "recipe=author").optimizer
     assert (optimizer.weight_decay, optimizer.preset) == (1.5, "author")
 
 
-# Batch, peak, updates of warm-up and of the run. tensorflow/tpu: 90 epochs.
+# Batch size, peak rate and epochs of warm-up (out of 90) in tensorflow/tpu.
 @pytest.mark.parametrize(
     ("batch", "rate", "epochs"),
     [
@@ -86,17 +86,17 @@ def test_lars_of_the_tpu_code(batch: int, rate: float, epochs: int) -> None:
     assert recipe.warmup_steps == pytest.approx(epochs * IMAGENET / batch)
     assert recipe.total_steps == math.ceil(90 * IMAGENET / batch)
     middle = round((recipe.total_steps + recipe.warmup_steps) / 2)
-    assert recipe.learning_rates[middle] == pytest.approx(rate / 4, rel=0.02)  # a half, squared
+    assert recipe.learning_rates[middle] == pytest.approx(rate / 4, rel=0.02)  # (1/2) squared
     assert float(recipe.learning_rate(recipe.total_steps)) == pytest.approx(1e-4)
 
 
-# Recipe, batch; of the logs the peak, and the updates of warm-up and of the decay.
+# Recipe and batch size; from the logs: peak rate, and the number of updates of warm-up and decay.
 @pytest.mark.parametrize(
     ("name", "batch", "rate", "warmup", "decay"),
     [
         ("mlperf", 32_768, 31.2, 25 * IMAGENET // 32_768, 2007),
         ("mlperf", 65_536, 24.699, 31 * IMAGENET // 65_536, 1133),
-        # An epoch of the entry in JAX is a quarter of the 79 updates of four.
+        # In the JAX entry, an epoch is a quarter of 79 updates.
         ("mlperf_jax", 65_536, 23.080977304670448, 33 * 79 / 4, 1166.25),
     ],
 )
@@ -120,7 +120,7 @@ def test_momentum(batch: int) -> None:
         assert rates[round(at * epoch)] == pytest.approx(part * peak, rel=1e-5)
 
 
-# Table 2 of arXiv:2011.00071: optimizer, batch, rate for 256 examples, epochs of warm-up, cores.
+# Table 2 of arXiv:2011.00071: optimizer, batch, rate per 256 examples, warm-up epochs, TPU cores.
 @pytest.mark.parametrize("size", ["b2", "b5"])
 @pytest.mark.parametrize(
     ("optimizer", "batch", "rate", "epochs", "cores"),
@@ -149,15 +149,15 @@ def test_efficientnet(
         assert rates[middle] == pytest.approx(0.1 + (peak - 0.1) / 4, rel=0.01)
     else:
         for at, drops in ((5.1, 2), (7.1, 2), (7.3, 3), (349.0, 145)):
-            found = rates[round(at * IMAGENET / batch)]
-            assert found == pytest.approx(peak * 0.97**drops, rel=1e-4)
+            actual = rates[round(at * IMAGENET / batch)]
+            assert actual == pytest.approx(peak * 0.97**drops, rel=1e-4)
     config = _config("imagenet_efficientnet", argument)
     replicas, line = models.batch_norm_groups(config.model.to_dict(), batch, cores)
     assert replicas == 32, line
 
 
 def test_efficientnet_keeps_the_l2_loss_beside_the_decay_of_lars() -> None:
-    """main.py adds it for every optimizer; the decay of LARS is another flag."""
+    """main.py adds the L2 loss for every optimizer; a separate flag sets the decay of LARS."""
     lars = _config("imagenet_efficientnet", "optimizer=lars,batch=32768").optimizer
     assert (lars.l2, lars.l2_rules, lars.weight_decay) == (1e-5, "resnet", 1e-5)
     fields = {**lars}
@@ -169,7 +169,7 @@ def test_efficientnet_keeps_the_l2_loss_beside_the_decay_of_lars() -> None:
     }
     tx = make_optimizer(fields, 10.0, params)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    # The gradient is the term's alone: 1e-5 w, whose norm is that of LARS's decay.
+    # The gradient is zero, so the update is that of the L2 term and LARS's decay, each 1e-5 w.
     np.testing.assert_allclose(
         updates["stem_conv"]["kernel"], -10.0 * 0.001 * 1 / 2e-5 * 2e-5 * 0.5, rtol=1e-5
     )
@@ -180,7 +180,7 @@ def test_efficientnet_keeps_the_l2_loss_beside_the_decay_of_lars() -> None:
 @pytest.mark.parametrize("argument", ["", "optimizer=lars", "optimizer=momentum"])
 def test_crops_and_resizing_of_resnet(argument: str) -> None:
     options = _config("imagenet_resnet", argument).data.options
-    # fb.resnet.torch, whose recipe momentum's is, has no least share of the picture but 0.08.
+    # fb.resnet.torch, the source of momentum's recipe, only requires a crop to cover 0.08 of the image.
     assert options.min_covered == (0.0 if "momentum" in argument else 0.1)
     assert options.resize == "bicubic"
     assert _config("imagenet_efficientnet", "").data.options.min_covered == 0.1
@@ -209,7 +209,7 @@ def test_efficientnet_sizes(size: str, pixels: int, dropout: float) -> None:
     assert config.data.options.policy == "randaugment"
 
 
-# Optimizer, batch; the rate, and epochs of warm-up, of 24.
+# Optimizer, batch size, peak rate, and epochs of warm-up (out of 24 epochs of training).
 @pytest.mark.parametrize(
     ("optimizer", "batch", "rate", "epochs"),
     [
@@ -231,23 +231,23 @@ def test_cifar10(optimizer: str, batch: int, rate: float, epochs: int) -> None:
     assert recipe.total_steps == math.ceil(24 * CIFAR10 / batch)
     constant = bool(np.ptp(recipe.learning_rates) == 0)
     assert constant == (optimizer == "adagrad")
-    kept = _config("cifar10", f"optimizer={optimizer},batch={batch}").model.momentum
-    assert kept == pytest.approx({512: 0.9, 16_384: 0.9**32}[batch])
+    momentum = _config("cifar10", f"optimizer={optimizer},batch={batch}").model.momentum
+    assert momentum == pytest.approx({512: 0.9, 16_384: 0.9**32}[batch])
 
 
-def test_a_shorter_run_shrinks_its_whole_schedule() -> None:
-    whole, shorter = (
+def test_a_shorter_run_shrinks_its_schedule() -> None:
+    full, shorter = (
         _recipe("cifar10", f"optimizer=lamb,epochs={epochs}", CIFAR10) for epochs in (24, 3)
     )
     assert shorter.total_steps == math.ceil(3 * CIFAR10 / 512)
-    assert shorter.warmup_steps == pytest.approx(whole.warmup_steps / 8)
-    assert shorter.peak_learning_rate == whole.peak_learning_rate
-    with pytest.raises(UserError, match="config.duration is '0 epochs', which is not one update"):
+    assert shorter.warmup_steps == pytest.approx(full.warmup_steps / 8)
+    assert shorter.peak_learning_rate == full.peak_learning_rate
+    with pytest.raises(UserError, match="config.duration='0 epochs' is less than one update"):
         _recipe("cifar10", "epochs=0", CIFAR10)
 
 
 def test_a_summed_loss_makes_the_same_steps() -> None:
-    """The numbers of the authors' code, for losses summed over 512 examples, carried over."""
+    """The recipe's settings for mean losses give the steps of the authors' settings for summed losses."""
     grad = {"kernel": jnp.linspace(-2e-3, 3e-3, 12).reshape(3, 4)}
     params = {"kernel": jnp.linspace(-0.2, 0.3, 12).reshape(3, 4)}
 
@@ -270,18 +270,18 @@ def test_a_summed_loss_makes_the_same_steps() -> None:
 
 
 ARGUMENTS = [
-    ("imagenet_resnet", "", Options),
-    ("imagenet_resnet", "optimizer=lars", Options),
-    ("imagenet_efficientnet", "", Options),
+    ("imagenet_resnet", "", ImageOptions),
+    ("imagenet_resnet", "optimizer=lars", ImageOptions),
+    ("imagenet_efficientnet", "", ImageOptions),
     ("cifar10", "", ArrayOptions),
     ("cifar10", "data=cifar10_jpeg,model=resnet18", ArrayOptions),
 ]
 
 
 @pytest.mark.parametrize(("name", "argument", "kind"), ARGUMENTS)
-def test_parts_take_their_fields(name: str, argument: str, kind: Any) -> None:
+def test_components_accept_their_fields(name: str, argument: str, kind: Any) -> None:
     config = _config(name, argument)
-    read_options(config.data.name, kind, config.data.options.to_dict())
+    assert type(read_options(config.data.name, config.data.options.to_dict())) is kind
     fields = config.task.to_dict()
     fields.pop("name")
     assert set(fields) <= {field.name for field in dataclasses.fields(Classification)}
@@ -291,20 +291,28 @@ def test_parts_take_their_fields(name: str, argument: str, kind: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "argument", "message"),
     [
-        ("imagenet_resnet", "size=51", "size=51 is unknown; known: 18, 34, 50, 101, 152"),
-        ("imagenet_resnet", "recipe=tpu", "recipe='tpu' is unknown; known: untuned, author"),
-        ("imagenet_resnet", "recipe=author,batch=512", "batch=512 is unknown; known: 32768"),
-        ("imagenet_resnet", "optimizer=lars,recipe=mlperf,batch=4096", "known: 32768, 65536"),
-        ("imagenet_efficientnet", "size=b8", "size='b8' is unknown; known: b0, b1"),
+        ("imagenet_resnet", "size=51", "size is 51, which is unknown; use 18, 34, 50, 101 or 152"),
+        (
+            "imagenet_resnet",
+            "recipe=tpu",
+            "recipe is 'tpu', which is unknown; use untuned or author",
+        ),
+        ("imagenet_resnet", "recipe=author,batch=512", "batch is 512, which is unknown; use 32768"),
+        ("imagenet_resnet", "optimizer=lars,recipe=mlperf,batch=4096", "use 32768 or 65536"),
+        ("imagenet_efficientnet", "size=b8", "size is 'b8', which is unknown; use b0, b1"),
         (
             "imagenet_efficientnet",
             "optimizer=lars",
-            "batch=4096 is unknown; known: 16384, 32768, 65",
+            "batch is 4096, which is unknown; use 16384, 32768 or 65",
         ),
-        ("imagenet_efficientnet", "augment=mix", "augment='mix' is unknown; known: autoaugment"),
-        ("cifar10", "data=svhn", "data='svhn' is unknown; known: cifar10, cifar10_jpeg"),
+        (
+            "imagenet_efficientnet",
+            "augment=mix",
+            "augment is 'mix', which is unknown; use autoaugment",
+        ),
+        ("cifar10", "data=svhn", "data is 'svhn', which is unknown; use cifar10 or cifar10_jpeg"),
     ],
 )
-def test_mistakes(name: str, argument: str, message: str) -> None:
+def test_errors(name: str, argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         _config(name, argument)

@@ -1,4 +1,4 @@
-"""The constants that plans take are those of the page of the calibration."""
+"""Tests that plans use the constants of the calibration page."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from lamb_tpu.cost.network import Calibrations
 
 
 def test_they_follow_from_the_runs() -> None:
-    expected = page.calibrations(*page.lines_of(logged.load_all(), rows.load_kept()))
+    expected = page.calibrations(*page.lines_of(logged.load_all(), rows.load_rows()))
     assert list(CALIBRATED.known) == list(expected.known)
     pairs = [(CALIBRATED.known[version], expected.known[version]) for version in expected.known]
-    for found, each in [*pairs, (CALIBRATED.unseen, expected.unseen)]:
-        for one, other in zip(found, each, strict=True):
+    for actual, each in [*pairs, (CALIBRATED.unseen, expected.unseen)]:
+        for one, other in zip(actual, each, strict=True):
             assert vars(one) == pytest.approx(vars(other), rel=0.01)
     assert CALIBRATED.fitted_to == expected.fitted_to
     counted, wanted = CALIBRATED.validation, expected.validation
@@ -30,13 +30,13 @@ def test_the_module_is_the_generated_text() -> None:
 
 
 def test_the_published_runs_are_covered_when_they_are_left_out() -> None:
-    _, lines = page.lines_of(rows.load_sources(), rows.load_kept())
-    found = interval.validate([line.sample for line in lines])
-    covered, number = found.programs
+    _, lines = page.lines_of(rows.load_sources(), rows.load_rows())
+    actual = interval.validate([line.sample for line in lines])
+    covered, number = actual.programs
     assert number >= 31 and covered >= 0.9 * number
-    # Two generations: the one is predicted from the other alone.
-    assert found.generations["v4"] == (7, 7)
-    covered, number = found.generations["v3"]
+    # There are two generations, so each is predicted only from the other.
+    assert actual.generations["v4"] == (7, 7)
+    covered, number = actual.generations["v3"]
     assert number >= 24 and covered >= 0.9 * number
-    # The error of a program with other runs in the fit is no error of a new one.
-    assert found.known_program[0] < 0.02 < 0.1 < found.new_program[0]
+    # A program with other runs in the fit has a much smaller error than a new program.
+    assert actual.known_program[0] < 0.02 < 0.1 < actual.new_program[0]

@@ -1,6 +1,5 @@
-"""The reader of optimized HLO: a program cut down from real ones, and programs compiled here."""
+"""Tests the parser of optimized HLO with a shortened real program, and with programs compiled here."""
 
-import doctest
 import pathlib
 from collections.abc import Callable
 
@@ -8,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lamb_tpu.cost import hlo
 from lamb_tpu.cost.hlo import Array, program_cost, program_flops
 
-# A scan of 6 turns, in each of them a loop of 3, then a branch. As the compiler writes it, with
-# less between: the counter of the inner loop starts at a copy of a constant of its own.
+pytestmark = pytest.mark.optimized
+
+# A scan of 6 iterations, each with a loop of 3 iterations and then a conditional. It is shortened
+# compiler output: the counter of the inner loop starts at a copy of a separate constant.
 PROGRAM = (pathlib.Path(__file__).parent / "hlo" / "loops.hlo").read_text()
 
 
 def test_loops_branches_and_nothing_inside_a_fusion() -> None:
-    # The inner loop goes from 2 to 5: 3 turns. The outer one has 6, the branch that counts is 0.
+    # The inner loop has 3 iterations, from 2 to 5, and the outer loop has 6; branch 0 is the largest.
     turn = 3 * 1000 + 20 + 3
     assert program_cost(PROGRAM) == (6 * turn + 50_000 + 400, 6 * 3 + 1)
 
@@ -30,7 +30,7 @@ def test_trip_count_that_the_compiler_wrote() -> None:
 
 
 def test_a_loop_that_may_end_before_counts_in_full() -> None:
-    """Its condition demands more than a counter below the limit."""
+    """The loop counts in full if its condition is 'counter < limit' and another condition."""
     [line] = [
         line
         for line in PROGRAM.splitlines()
@@ -51,19 +51,19 @@ def test_a_loop_that_may_end_before_counts_in_full() -> None:
 
 
 UNKNOWN = [
-    ("constant(6)", "parameter(1)"),  # a limit that is known at run time only
+    ("constant(6)", "parameter(1)"),  # a limit that is known only at run time
     ("%get-tuple-element.8, %constant.6), direction=LT", "%a, %b), direction=EQ"),
     ("add(%get-tuple-element.5", "multiply(%get-tuple-element.5"),
 ]
 
 
-@pytest.mark.parametrize("found, put", UNKNOWN)
-def test_loop_of_unknown_length(found: str, put: str) -> None:
-    assert found in PROGRAM
-    program = PROGRAM.replace(found, put)
-    with pytest.raises(ValueError, match="the loop %while.2 does not tell how often it runs"):
+@pytest.mark.parametrize("text, replacement", UNKNOWN)
+def test_loop_of_unknown_length(text: str, replacement: str) -> None:
+    assert text in PROGRAM
+    program = PROGRAM.replace(text, replacement)
+    with pytest.raises(ValueError, match="the loop %while.2 has an unknown number of iterations"):
         program_cost(program)
-    assert program_flops(program) == 0  # there is no product in it
+    assert program_flops(program) == 0  # it has no product
 
 
 @pytest.mark.parametrize("reader", [program_cost, program_flops])
@@ -81,7 +81,7 @@ def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
 
 
 def flops_of(function: Callable, *shapes: tuple[int, ...]) -> int:
-    """FLOPs of the squared result's gradient, in the CPU compiler's program."""
+    """Returns the FLOPs of the gradient of the squared result, compiled for a CPU."""
 
     def loss(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(function(*arrays) ** 2)
@@ -95,7 +95,7 @@ def test_flops_of_products_in_a_loop() -> None:
     def layers(x: jax.Array, stack: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
 
-    # Once forward and twice backward, in each of 5 layers.
+    # One product forward and two backward, in each of 5 layers.
     assert flops_of(layers, (7, 16), (5, 16, 16)) == 3 * 5 * 2 * 7 * 16 * 16
 
 
@@ -107,7 +107,7 @@ def test_flops_of_a_batch_of_products() -> None:
 @pytest.mark.parametrize(
     "stride, padding, places",
     [
-        # In each dimension: products of an output with a value that is no padding.
+        # `places`: number of products along each axis that use an input value, not padding.
         (1, "VALID", 6 * 3),
         (1, "SAME", 8 * 3 - 2),
         (2, "VALID", 3 * 3),
@@ -127,7 +127,7 @@ def test_flops_of_convolutions(stride: int, padding: str, places: int) -> None:
 @pytest.mark.parametrize(
     "line, expected",
     [
-        # x of 8 x (16, 32) times y of 8 x (32, 64): places with 7 zeros between them.
+        # 8 products of (16, 32) and (32, 64), as a convolution with 7 zeros between the positions.
         (
             "f32[8,16,64]{2,1,0:T(8,128)} convolution(%x, %y), window={size=8 stride=7 lhs_dilate=8}, "
             "dim_labels=0bf_0io->0bf",
@@ -146,7 +146,7 @@ def test_flops_of_convolutions(stride: int, padding: str, places: int) -> None:
         ),
     ],
 )
-def test_what_the_tpu_compiler_writes(line: str, expected: int) -> None:
+def test_tpu_compiler_output(line: str, expected: int) -> None:
     text = f"""
 ENTRY %main (x: f32[8,16,32], y: f32[8,32,64]) -> f32[] {{
   %x = f32[8,16,32]{{2,1,0:T(8,128)}} parameter(0)
@@ -158,7 +158,3 @@ ENTRY %main (x: f32[8,16,32], y: f32[8,32,64]) -> f32[] {{
 }}
 """
     assert program_flops(text) == expected
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(hlo) == (0, 2)

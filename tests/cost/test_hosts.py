@@ -1,4 +1,4 @@
-"""Hosts with one slow link each: what the links carry, and how long it takes, by hand."""
+"""Tests hosts with one slow link each: compares bytes and times with values computed by hand."""
 
 import math
 from typing import Any
@@ -14,25 +14,21 @@ from tests.cost.test_network import IDEAL, collective, places
 
 V = 10**9
 EVERYBODY = (tuple(range(32)),)
-# Four hosts of 2 x 2 chips, of two cores each.
+# Four hosts of 2 x 2 chips with two cores each.
 V3 = topology("v3-32")
 
 
-def fabric(gbps: float = 10.0) -> HostNetwork:
-    at = places(V3)
-    return HostNetwork(V3, at, [2 * (y // 2) + x // 2 for _, x, y, _ in at], gbps)
-
-
-def numbers(host: int) -> tuple[int, ...]:
-    """Devices of a host, in the order of `places`."""
-    return tuple(
-        device for device, (_, x, y, _) in enumerate(places(V3)) if 2 * (y // 2) + x // 2 == host
-    )
-
-
-HOSTS = tuple(numbers(host) for host in range(4))
-# Device k of each host.
+# Host of each device, in the order of `places`.
+HOST_OF = [2 * (y // 2) + x // 2 for _, x, y, _ in places(V3)]
+HOSTS = tuple(
+    tuple(device for device, host in enumerate(HOST_OF) if host == number) for number in range(4)
+)
+# Each group has the k-th device of every host.
 ACROSS = tuple(zip(*HOSTS, strict=True))
+
+
+def fabric(gbps: float = 10.0) -> HostNetwork:
+    return HostNetwork(V3, places(V3), HOST_OF, gbps)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,7 @@ ACROSS = tuple(zip(*HOSTS, strict=True))
         ("all-to-all", ACROSS, 8 * 3 / 4),
         ("all-reduce", HOSTS, 0.0),
         ("all-to-all", HOSTS, 0.0),
-        # Two of a host's devices send to the next host, and one to the first.
+        # Two devices of host 0 send to host 1, one device of host 1 sends to host 0.
         (
             "collective-permute",
             (
@@ -59,24 +55,24 @@ ACROSS = tuple(zip(*HOSTS, strict=True))
             ),
             2.0,
         ),
-        # A group of a device here, and two there.
+        # A group with one device on host 0 and two devices on host 1.
         ("all-to-all", ((HOSTS[0][0], HOSTS[1][0], HOSTS[1][1]),), 2 / 3),
     ],
 )
 def test_bytes_of_a_link(kind: str, groups: Groups, expected: float) -> None:
-    found = fabric().link_bytes(collective(kind, groups, V))
-    assert found == pytest.approx(expected * V)
+    actual = fabric().link_bytes(collective(kind, groups, V))
+    assert actual == pytest.approx(expected * V)
 
 
 @pytest.mark.parametrize(
     "kind, groups, inside, steps",
     [
-        # Within a host: 8 of 32 devices, of four chips on two lines.
+        # Within a host: 8 of 32 devices, on four chips in two lines.
         ("all-reduce", EVERYBODY, 2 * 3 / 4 * V / (2 * 82e9), 4),
         ("reduce-scatter", EVERYBODY, 3 / 4 * V / (2 * 82e9), 2),
         ("all-gather", EVERYBODY, 3 / 4 * 32 * V / (2 * 82e9), 2),
         ("all-to-all", EVERYBODY, 2 * V / 4 * 2 / 4 / 82e9, 1),
-        # One device of each host: nothing is within a host.
+        # One device of each host: no traffic within a host.
         ("all-reduce", ACROSS, 0.0, 4),
         ("all-to-all", ACROSS, 0.0, 1),
     ],
@@ -101,7 +97,7 @@ def test_within_a_host_the_torus_stays(kind: str) -> None:
 def test_permutations() -> None:
     pair = ((HOSTS[0][0], HOSTS[1][0]), (HOSTS[2][0], HOSTS[2][7]))
     time = fabric().seconds(collective("collective-permute", pair, V), IDEAL)
-    # The pair within a host crosses two links of the torus, and its share is counted before.
+    # The pair within a host crosses two links of the torus.
     assert time == pytest.approx(V / 1.25e9 + V / 82e9)
     alone = fabric().seconds(collective("collective-permute", pair[:1], V), IDEAL)
     assert alone == pytest.approx(V / 1.25e9)
@@ -121,6 +117,6 @@ def test_hosts_of_devices() -> None:
             self.process_index, self.slice_index = process, part
 
     assert hosts.hosts([Device(1), Device(0), Device(1)]) == [1, 0, 1]
-    # Those of the second slice come after those of the first, as in `network.places`.
+    # Devices of the second slice follow those of the first, as in `network.places`.
     assert hosts.hosts([Device(0, 1), Device(0, 0), Device(1, 1)]) == [0, 1, 2]
     assert fabric().host_devices == 8 and math.isclose(fabric(40).gbps, 40)

@@ -1,4 +1,4 @@
-"""Which links a collective occupies, and its time: by hand, and against the one profile."""
+"""Compares routes and times of collectives with hand-computed values and the only published profile."""
 
 import itertools
 import math
@@ -21,12 +21,12 @@ from lamb_tpu.cost.network import (
 from lamb_tpu.cost.topology import GENERATIONS, Topology, topology
 from lamb_tpu.cost.traffic import Collective, Groups
 
-# Nothing but the links.
+# Ideal links: full bandwidth, no latency.
 IDEAL = Constants(1.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def places(slice_: Topology) -> list[tuple[int, ...]]:
-    """Devices in the order of libtpu: x fastest, the cores of a chip one after the other."""
+    """Returns each device's (slice, x, y, z) in libtpu's order: cores vary fastest, then x."""
     x, y, z = (*slice_.shape, 1)[:3]
     return [
         (number, a, b, c)
@@ -63,7 +63,7 @@ def test_a_pod_is_two_rings() -> None:
     size = 10**9
     time = fabric.seconds(collective("all-reduce", groups, size), IDEAL)
     assert time == pytest.approx(2 * 1023 / 1024 * size / (4 * 82e9))
-    # Half of it is the reduce-scatter; an all-gather's operand is a device's part.
+    # Half of the time is the reduce-scatter; the operand of an all-gather is a device's shard.
     half = fabric.seconds(collective("reduce-scatter", groups, size), IDEAL)
     gather = fabric.seconds(collective("all-gather", groups, size // 2000), IDEAL)
     assert half == pytest.approx(time / 2)
@@ -88,9 +88,9 @@ def test_the_sentence_on_runs_left_out() -> None:
     errors = (0.1473, 0.528), (0.0153, 0.171)
     both = Validation((28, 31), {"v3": (21, 24), "v4": (7, 7)}, *errors)
     assert both.describe() == (
-        "the interval covered 28 of 31 runs of programs left out of the fit, and of generations "
-        "left out 21 of 24 runs on v3, 7 of 7 on v4; median error 15 % (at most 53 %) for a "
-        "program left out, 1.5 % (at most 17 %) with other runs of the program in the fit"
+        "the interval covered 28 of 31 runs if their program is left out of the fit, and if their "
+        "TPU generation is left out, 21 of 24 runs on v3, 7 of 7 on v4; median error 15 % (at most "
+        "53 %) if the program is left out, 1.5 % (at most 17 %) with other runs of it in the fit"
     )
     one = Validation((28, 31), {}, *errors).describe()
     assert "left out of the fit; median error" in one
@@ -107,7 +107,7 @@ def test_a_generation_without_runs_has_a_wider_interval() -> None:
 
 
 def test_the_published_profile() -> None:
-    """An all-gather along a line of 4 of TPU v5e: 680 us by the profile, 560 by its links."""
+    """An all-gather along a line of 4 TPU v5e takes 680 us in the profile, and 560 us by bandwidth alone."""
     fabric = torus("v5e:8x4")
     groups = tuple(tuple(range(x, 32, 8)) for x in range(8))
     assert fabric.route(groups, False).axes == (Axis("y", 4, 1, False, 1),)
@@ -125,7 +125,7 @@ def test_the_published_profile() -> None:
 @pytest.mark.parametrize(
     "name, groups, axis",
     [
-        # Rows of a ring, each on links of its own.
+        # Rows of a ring, each on separate links.
         ("v5e-256", [range(16 * y, 16 * y + 16) for y in range(16)], Axis("x", 16, 1, True, 1)),
         # Every second chip: two groups on the same ring.
         (
@@ -133,19 +133,19 @@ def test_the_published_profile() -> None:
             [range(16 * y + k, 16 * y + 16, 2) for y in range(16) for k in range(2)],
             Axis("x", 8, 2, True, 2),
         ),
-        # A part of a ring is a line.
+        # A section of a ring is a line.
         (
             "v5e-256",
             [range(16 * y + k, 16 * y + k + 8) for y in range(16) for k in (0, 8)],
             Axis("x", 8, 1, False, 1),
         ),
-        # Each core of a chip in a group of its own.
+        # The cores of a chip are in separate groups.
         (
             "v3-2048",
             [range(64 * y + core, 64 * y + 64, 2) for y in range(32) for core in range(2)],
             Axis("x", 32, 1, True, 2),
         ),
-        # Too small a slice has no ring.
+        # A small slice has no ring.
         ("v5e-16", [range(x, 16, 4) for x in range(4)], Axis("y", 4, 1, False, 1)),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_group_that_is_no_box() -> None:
     groups = ((0, 1, 5),)  # round a corner: from 5 back to 0 there are two links
     route = fabric.route(groups, False)
     assert (route.chips, route.axes, route.hops) == (3, (), 2)
-    assert route.describe() == "3 chips, by way of others"
+    assert route.describe() == "3 chips, routed via other chips"
     time = fabric.seconds(collective("all-reduce", groups, 10**6), IDEAL)
     assert time == pytest.approx(2 * 2 / 3 * 10**6 / (2 * 50e9))
 
@@ -202,7 +202,8 @@ def test_permutations(pairs: Groups, hops: int, load: int) -> None:
 def test_all_to_all() -> None:
     fabric, groups = torus("v5e-256"), everybody("v5e-256")
     time = fabric.seconds(collective("all-to-all", groups, 10**6), IDEAL)
-    # Of 16 x 16 chips half send half of their bytes over the middle, and as many over the wrap.
+    # Half of the 16 x 16 chips send half of their bytes to the other half of the chips, over the
+    # links in the middle of an axis and over those that close the rings.
     assert time == pytest.approx(128 * 10**6 / 2 / (16 * 2 * 50e9))
 
 
@@ -211,9 +212,9 @@ def test_between_slices() -> None:
     size = 10**9
     inside = one.seconds(collective("all-reduce", everybody("v5e-256"), size), IDEAL)
     whole = two.seconds(collective("all-reduce", everybody("2xv5e-256"), size), IDEAL)
-    # Each of a slice's chips sends half of its 256th part, twice.
+    # Each chip of a slice sends half of its 256th of the bytes, twice.
     assert whole - inside == pytest.approx(2 * size / 2 / 256 / 3.125e9)
-    # Cores that send apart share the hosts' network.
+    # Cores in separate groups share the network of hosts.
     pairs = tuple((core, core + 8) for core in range(8))
     apart = torus("2xv3-8").seconds(collective("all-reduce", pairs, size), IDEAL)
     assert apart == pytest.approx(2 * 2 * size / 2 / 6.25e9)

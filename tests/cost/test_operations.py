@@ -1,6 +1,5 @@
-"""Kernels by kind, and the lines of source that the compiler's text names."""
+"""Tests the types of kernels, and source lines from the compiler's text."""
 
-import doctest
 import pathlib
 
 from lamb_tpu.cost import operations as operations_lib
@@ -67,15 +66,15 @@ def program() -> Program:
 
 
 def test_kernels_by_their_cost() -> None:
-    found = operations(program())
-    assert [(each.name, each.kind, each.cycles, each.times) for each in found] == [
+    actual = operations(program())
+    assert [(each.name, each.kind, each.cycles, each.times) for each in actual] == [
         ("a", "matrix products and convolutions", 50, 1),
         ("c", REST, 30, 1),
         ("b", "copies and layouts", 20, 1),
         ("d", "random bits", 20, 1),
         ("e", "reductions", 1, 1),
     ]
-    assert by_kind(found) == {
+    assert by_kind(actual) == {
         "matrix products and convolutions": 50,
         REST: 30,
         "copies and layouts": 20,
@@ -87,15 +86,11 @@ def test_kernels_by_their_cost() -> None:
 def test_source_lines() -> None:
     sources = {each.name: (each.operation, each.source) for each in operations(program())}
     assert sources == {
-        # A frame in a library gives way to the one that called it.
+        # A frame in a library is replaced by its caller.
         "a": ("jvp(N)/dot_general", "lamb_tpu/models/bert.py:62"),
         "b": ("", "lamb_tpu/models/bert.py:62"),
-        # No caller is known, so the library's own line is told.
+        # No caller is known, so the line of the library remains.
         "c": ("", "flax/linen/linear.py:7"),
         "d": ("", ""),
         "e": ("", ""),
     }
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(operations_lib) == (0, 1)

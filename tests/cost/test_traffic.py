@@ -1,6 +1,5 @@
-"""Traffic between devices: programs compiled for 8 simulated devices, and TPU programs."""
+"""Tests traffic of programs compiled for 8 simulated devices, and of TPU programs."""
 
-import doctest
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +12,17 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.cost import traffic
-from lamb_tpu.cost.traffic import Row, collectives, replica_groups, table
+from lamb_tpu.cost.traffic import collectives, replica_groups, table
 
-# One program cut down from several that the TPU compiler made of training steps.
+pytestmark = pytest.mark.optimized
+
+# A program made of shortened parts of several training steps compiled for TPUs.
 TPU = (pathlib.Path(__file__).parent / "hlo" / "collectives.hlo").read_text()
 FOURS = tuple(tuple(range(i, i + 4)) for i in range(0, 16, 4))
 
 
 def compiled(function: Callable[..., Any], *arrays: jax.ShapeDtypeStruct) -> str:
-    """The program of a function inside shard_map over a mesh of 4 x 2 devices."""
+    """Compiles a function inside shard_map over a mesh of 4 x 2 devices."""
     devices = np.array(jax.devices()).reshape(4, 2)
     mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     function = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -42,14 +43,7 @@ B = ((0, 1), (2, 3), (4, 5), (6, 7))
         (lambda x: jax.lax.psum_scatter(x, "a", tiled=True), "reduce-scatter", A, 4096, 1024, 3072),
         (lambda x: jax.lax.all_gather(x, "a", tiled=True), "all-gather", A, 4096, 16384, 12288),
         (lambda x: jax.lax.all_to_all(x, "a", 0, 1, tiled=True), "all-to-all", A, 4096, 4096, 3072),
-        (
-            lambda x: jax.lax.ppermute(x, "b", [(0, 1)]),
-            "collective-permute",
-            ((0, 1), (2, 3), (4, 5), (6, 7)),
-            4096,
-            4096,
-            4096,
-        ),
+        (lambda x: jax.lax.ppermute(x, "b", [(0, 1)]), "collective-permute", B, 4096, 4096, 4096),
     ],
 )
 def test_each_kind(
@@ -60,10 +54,10 @@ def test_each_kind(
     result: int,
     sent: int,
 ) -> None:
-    [found] = collectives(compiled(function, X))
-    assert (found.kind, found.dtype, found.count) == (kind, "f32", 1)
-    assert sorted(found.groups) == sorted(groups)
-    assert (found.operand_bytes, found.result_bytes, found.sent_bytes) == (operand, result, sent)
+    [actual] = collectives(compiled(function, X))
+    assert (actual.kind, actual.dtype, actual.count) == (kind, "f32", 1)
+    assert sorted(actual.groups) == sorted(groups)
+    assert (actual.operand_bytes, actual.result_bytes, actual.sent_bytes) == (operand, result, sent)
 
 
 def test_a_loop_counts_as_often_as_it_runs() -> None:
@@ -74,41 +68,41 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
         return jax.lax.psum(jax.lax.scan(turn, x, None, length=7)[0], "b")
 
     assert table(collectives(compiled(function, X))) == [
-        Row("all-reduce", 4, "f32", 7, 7 * 4096, 7 * 4096, 7 * 6144),
-        Row("all-reduce", 2, "f32", 1, 4096, 4096, 4096),
+        ("all-reduce", 4, "f32", 7, 7 * 4096, 7 * 4096, 7 * 6144),
+        ("all-reduce", 2, "f32", 1, 4096, 4096, 4096),
     ]
 
 
 def test_several_arrays_in_one() -> None:
     y = jax.ShapeDtypeStruct((16,), jnp.float32)
-    found = collectives(compiled(lambda x, y: jax.lax.psum((x, y), "a"), X, y))
-    assert sum(one.operand_bytes for one in found) == 4096 + 64
-    assert {one.dtype for one in found} == {"f32"}
+    actual = collectives(compiled(lambda x, y: jax.lax.psum((x, y), "a"), X, y))
+    assert sum(one.operand_bytes for one in actual) == 4096 + 64
+    assert {one.dtype for one in actual} == {"f32"}
 
 
 def test_a_program_that_sends_nothing() -> None:
     def turn(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x - 1, x)
 
-    # Nobody knows how often that loop runs, and nobody asks.
+    # The number of iterations of that loop is unknown, but not needed.
     assert collectives(compiled(turn, X)) == []
 
 
-def test_what_the_tpu_compiler_writes() -> None:
+def test_tpu_compiler_output() -> None:
     gather, first, second, permutation, total = collectives(TPU)
-    # Started, taken on by a matrix product and ended: one.
+    # The all-gather starts, continues in a matrix product and ends: it counts once.
     assert (gather.kind, gather.dtype, gather.groups) == ("all-gather", "bf16", FOURS)
     assert gather.result_bytes == 4 * gather.operand_bytes == 2 * 2048 * 2048
-    # Sums of which a device keeps a part: two arrays in one, and one with padding.
+    # Sums of which each device retains a shard: the first of two arrays, the second of a padded one.
     assert (first.kind, first.groups) == ("reduce-scatter", FOURS)
     assert first.operand_bytes == 4 * first.result_bytes == 4 * (64 * 2048 + 2048 * 10)
     assert (second.kind, second.groups) == ("reduce-scatter", FOURS)
     assert second.operand_bytes == 4 * second.result_bytes == 4 * 2112 * 2048
-    # Started and ended.
+    # The permutation starts and ends: it counts once.
     assert permutation.kind == "collective-permute"
     assert permutation.groups[:4] == ((0, 1), (1, 2), (2, 3), (4, 5))
     assert permutation.operand_bytes == permutation.sent_bytes == 4 * 48 * 2048
-    # A slice after it, in another kernel: it stays an all-reduce.
+    # The slice is in a later kernel, so this remains an all-reduce.
     assert (total.kind, total.dtype, total.group_size) == ("all-reduce", "bf16+f32", 16)
     assert total.operand_bytes == 6 * 512 * 2048 + 4
     assert total.sent_bytes == 2 * total.operand_bytes * 15 // 16
@@ -135,7 +129,7 @@ def test_rows_with_the_largest_traffic_first() -> None:
         ("mesh['a'=2,'b'=3] {'a'}, x", ((0, 3), (1, 4), (2, 5))),
         ("mesh['a'=2,'b'=3] {'a','b'}", ((0, 1, 2, 3, 4, 5),)),
         ("mesh['a'=2,'b'=3] {'b','a'}", ((0, 3, 1, 4, 2, 5),)),
-        # The last 2 of b as 2 x 2, the first of them.
+        # b is split as 2 x 2: groups along the second factor, then groups along the first.
         ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
         ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
@@ -147,13 +141,10 @@ def test_replica_groups(text: str, groups: traffic.Groups) -> None:
 
 
 def test_replica_groups_of_another_age() -> None:
-    with pytest.raises(ValueError, match="no replica groups are known from 'to_apply=%add'"):
+    with pytest.raises(
+        ValueError, match="'to_apply=%add' has no replica groups in a known notation"
+    ):
         replica_groups("to_apply=%add", 8)
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(traffic).failed == 0
-    assert doctest.testmod(traffic).attempted == 5
 
 
 def test_bytes_by_dtype() -> None:

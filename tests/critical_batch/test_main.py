@@ -1,4 +1,4 @@
-"""The command `critical_batch` in a process of its own."""
+"""The command `critical_batch` in a separate process."""
 
 import pathlib
 from xml.etree import ElementTree
@@ -11,7 +11,7 @@ from tests import tiny
 
 
 @pytest.mark.long
-def test_a_whole_story(copy: pathlib.Path) -> None:
+def test_command(copy: pathlib.Path) -> None:
     arguments = (f"--workdir={copy}", "--at=33 percent", "--factors=1,2", "--span=8 steps")
     done = tiny.command("lamb_tpu.critical_batch", *arguments, "--scaling=sqrt")
     assert done.returncode == 0, done.stderr
@@ -21,21 +21,18 @@ def test_a_whole_story(copy: pathlib.Path) -> None:
     assert last == str(copy / "critical_batch.svg")
     assert ElementTree.parse(last).getroot().tag.endswith("svg")
     assert max(map(len, lines)) <= 80
-    told = done.stderr.splitlines()
-    assert len(told) == 2 and told[1].startswith("branch 2/2: update 4, x2: loss ")
+    output = done.stderr.splitlines()
+    assert len(output) == 2 and output[1].startswith("branch 2/2: update 4, x2: loss ")
     assert [record["factor"] for record in read_records(copy / RECORDS)] == [1, 2]
-    # Started again it only reports.
+    # A repeated command only reports.
     again = tiny.command("lamb_tpu.critical_batch", *arguments, "--scaling=sqrt")
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
 
 
 @pytest.mark.long
-def test_a_mistake_is_one_sentence(trained: pathlib.Path) -> None:
+def test_an_error_is_one_sentence(trained: pathlib.Path) -> None:
     done = tiny.command(
         "lamb_tpu.critical_batch", f"--workdir={trained}", "--at=4 steps", "--factors=2"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (
-        2,
-        "",
-        "error: --factors is '2'; it must be whole numbers that ascend from 1, such as 1,2,4,8\n",
-    )
+    message = "error: --factors='2' does not ascend from 1; use whole numbers such as 1,2,4,8\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -1,4 +1,4 @@
-"""Branches of a small run: their records, what is trained again, and what is refused."""
+"""Branches of a small run: their records, repeated commands, and rejected runs."""
 
 import json
 import math
@@ -13,19 +13,20 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.batching.critical import excess
 from lamb_tpu.critical_batch import measuring
-from lamb_tpu.critical_batch.choices import Request
+from lamb_tpu.critical_batch.branch import Branches
+from lamb_tpu.critical_batch.choices import StudyRequest
 from lamb_tpu.critical_batch.measuring import RECORDS, measure
 from lamb_tpu.errors import UserError
-from lamb_tpu.run.branch import Branches
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 from tests import tiny
+from tests.raising import rejected
 
-REQUEST = Request("4 steps", factors="1,2", span="8 steps")
+REQUEST = StudyRequest("4 steps", factors="1,2", span="8 steps")
 
 
 def count(monkeypatch: pytest.MonkeyPatch, stop: int = 99) -> list[tuple[int, int, int]]:
-    """The branches that are trained from now on; that of number `stop` is broken off."""
+    """Collects the branches that are trained from now on; interrupts branch number `stop`."""
     trained: list[tuple[int, int, int]] = []
     losses = Branches.losses
 
@@ -52,7 +53,7 @@ def test_a_branch_is_trained_once(copy: pathlib.Path, monkeypatch: pytest.Monkey
     assert trained == [(4, 2, 1)]
     records = read_records(copy / RECORDS)
     assert len(records) == 4 and {record["rate_factor"] for record in records} == {1.0}
-    # The first record is of the run itself, which was evaluated at its end.
+    # The first record is the run itself, which was evaluated at its end.
     end = read_records(copy / "metrics.jsonl", "eval")[-1]["loss"]
     assert records[0]["at"][-1] == 8 and records[0]["losses"][-1] == end
     means = [sum(record["losses"]) / 2 for record in records]
@@ -61,11 +62,11 @@ def test_a_branch_is_trained_once(copy: pathlib.Path, monkeypatch: pytest.Monkey
         excess([means[0], means[2]], [means[0], means[2]]),
         excess([means[1], means[3]], [means[0], means[2]]),
     ]
-    # Half the updates at the same rate leave this short run behind.
+    # In this short run, half the number of updates at the same learning rate gives a higher loss.
     assert 0.015 < row.excesses[1].mean < 0.025
     crossing = 64 * 2 ** (0.01 / row.excesses[1].mean)
     assert row.critical == (64, pytest.approx(crossing), True)
-    # Another tolerance needs no branch; one seed less reads what is there; another rule trains.
+    # With another tolerance or one seed less, all branches have records; with another rule, none has.
     wide = measure(None, str(copy), request._replace(tolerance=10.0))
     assert wide.rows[0].critical == (128, 128.0, False)
     measure(None, str(copy), REQUEST)
@@ -73,7 +74,7 @@ def test_a_branch_is_trained_once(copy: pathlib.Path, monkeypatch: pytest.Monkey
     measure(None, str(copy), REQUEST._replace(scaling="linear"))
     assert trained[1:] == [(4, 1, 0), (4, 2, 0)]
     assert [r["rate_factor"] for r in read_records(copy / RECORDS)[4:]] == [1.0, 2.0]
-    # Nothing of the run has changed.
+    # The run has not changed.
     after = tiny.fingerprint(copy)
     assert {path: after[path] for path in before} == before
 
@@ -86,7 +87,9 @@ def test_another_split(copy: pathlib.Path) -> None:
     assert [record["split"] for record in other] == ["train[:64]"] * 2
     assert own_records[0]["losses"] != other[0]["losses"]
     assert json.loads((copy / "config.json").read_text())["data.eval_split"] == "test"
-    with pytest.raises(UserError, match="config.data: .*'tset'"):
+    with rejected(
+        "config.data: split 'tset' of data set digits", ..., "is not valid (Unknown split"
+    ):
         measure(None, str(copy), REQUEST._replace(split="tset"))
 
 
@@ -103,22 +106,21 @@ def test_noise_scale_of_the_nearest_record(copy: pathlib.Path) -> None:
 
 
 def test_branches_that_diverge(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {1: [0.5, 0.5], 2: [math.nan, 0.5]}
+    actual = {1: [0.5, 0.5], 2: [math.nan, 0.5]}
 
     def losses(
         self: Branches, start: int, factor: int, seed: int, at: Any, measure: Any, trained: Any
     ) -> list[float]:
         trained(512)
-        return found[factor]
+        return actual[factor]
 
     monkeypatch.setattr(Branches, "losses", losses)
     for _ in range(2):  # measured, then read again
         [row] = measure(None, str(copy), REQUEST).rows
         assert row.critical == (64, 64.0, True) and row.excesses[1].mean == math.inf
     assert read_records(copy / RECORDS)[1]["losses"] == ["nan", 0.5]
-    found[1] = [0.5, math.inf]
-    message = "--at: from update 4 a branch at the run's own batch has a loss of inf, with which"
-    with pytest.raises(UserError, match=message):
+    actual[1] = [0.5, math.inf]
+    with rejected("--at", "4 steps", "with a loss of inf"):
         measure(None, str(copy), REQUEST._replace(scaling="linear"))
 
 
@@ -145,12 +147,12 @@ def damaged(folder: pathlib.Path) -> None:
     "change, message",
     [
         (without_checkpoints, "has no checkpoint yet"),
-        (of_phases, "holds the phases phase_1; give the folder of one of them"),
+        (of_phases, "holds the phases phase_1; give the folder of one phase"),
         (shutil.rmtree, "holds no run: config.json is missing"),
         (damaged, "the checkpoint of update 4 .* cannot be read .state/manifest.ocdbt is missing"),
     ],
 )
-def test_folders_that_are_refused(
+def test_rejected_folders(
     copy: pathlib.Path, change: Callable[[pathlib.Path], None], message: str
 ) -> None:
     change(copy)
@@ -159,39 +161,43 @@ def test_folders_that_are_refused(
     assert not (copy / RECORDS).exists()
 
 
-def test_refused_before_anything_compiles(
-    copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_before_compilation(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "make_evaluator", None)
-    with pytest.raises(UserError, match="--at has '1 steps', .* has no checkpoint within"):
+    with rejected("--at", "1 steps", "is update 1, far from the checkpoints,"):
         measure(None, str(copy), REQUEST._replace(at="1 steps"))
     with pytest.raises(UserError, match="holds a run of another config .seed: 0 there, 1 now"):
         measure(tiny.digits(seed=1), str(copy), REQUEST)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="there are 2 processes, and branches are trained by one"):
+    with rejected("--num-processes", 2, "is more than the one process that trains branches"):
         measure(None, str(copy), REQUEST)
 
 
-def test_streams_are_refused(tmp_path: pathlib.Path) -> None:
-    settings = tiny.words(tiny.text(tmp_path / "text"))
-    tiny.save(settings, tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    message = "whose batch is the number of its streams of text: a branch at another batch would re"
-    with pytest.raises(UserError, match=message):
-        measure(None, str(tmp_path / "run"), REQUEST)
+def of_streams(folder: pathlib.Path) -> ConfigDict:
+    return tiny.words(tiny.text(folder / "text"))
 
 
-def test_a_run_under_agvm_is_refused(tmp_path: pathlib.Path) -> None:
+def under_agvm(folder: pathlib.Path) -> ConfigDict:
     fields = {"modules": (("body", "^hidden"), ("head", ""))}
-    tiny.save(tiny.change(tiny.digits(accumulation_steps=2), {"optimizer.agvm": fields}), tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="under config.optimizer.agvm, which needs the gradients"):
-        measure(None, str(tmp_path), REQUEST)
+    return tiny.change(tiny.digits(accumulation_steps=2), {"optimizer.agvm": fields})
 
 
-def test_a_batch_that_changes_is_refused(tmp_path: pathlib.Path) -> None:
-    rule = ConfigDict({"name": "ramp", "points": ((0, 64), (128, 128))})
-    tiny.save(tiny.digits(batch_rule=rule), tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="batch changes by config.batch_rule 'ramp'; branches are"):
-        measure(None, str(tmp_path), REQUEST)
+def with_a_changing_batch(folder: pathlib.Path) -> ConfigDict:
+    return tiny.digits(batch_rule=ConfigDict({"name": "ramp", "points": ((0, 64), (128, 128))}))
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (of_streams, "a branch at another batch would read other"),
+        (under_agvm, "under config.optimizer.agvm"),
+        (with_a_changing_batch, "batch changes by config.batch_rule 'ramp'"),
+    ],
+)
+def test_rejected_runs(
+    tmp_path: pathlib.Path, settings: Callable[[pathlib.Path], ConfigDict], problem: str
+) -> None:
+    folder = tmp_path / "run"
+    tiny.save(settings(tmp_path), folder)
+    (folder / "metrics.jsonl").touch()
+    with rejected(f"--workdir {folder}", ..., problem):
+        measure(None, str(folder), REQUEST)

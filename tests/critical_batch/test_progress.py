@@ -19,7 +19,7 @@ def branches(progress: BranchProgress) -> None:
 
 
 def test_lines(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Four seconds a branch.
+    # Four seconds per branch.
     clock = iter([0.0, 4.0, 4.0, 8.0, 8.0])
     monkeypatch.setattr(progress_lib.time, "monotonic", lambda: next(clock))
     branches(BranchProgress(2, 1000))

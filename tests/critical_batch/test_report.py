@@ -1,4 +1,4 @@
-"""The table and the picture of an outcome."""
+"""The table and the figure of an outcome."""
 
 import math
 import pathlib
@@ -8,34 +8,24 @@ import pytest
 
 from lamb_tpu import style
 from lamb_tpu.batching.critical import Critical, Excess
-from lamb_tpu.critical_batch.choices import Study
-from lamb_tpu.critical_batch.measuring import Outcome, Row
-from lamb_tpu.critical_batch.report import picture, table, warnings
+from lamb_tpu.critical_batch.measuring import Outcome, PositionOutcome
+from lamb_tpu.critical_batch.report import draw, table, warnings
 from lamb_tpu.run.build import prepare
-from tests import tiny
-
-ONE = Excess(0.0, math.nan)
+from tests import figures, tiny
+from tests.critical_batch.test_choices import study
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    study = Study([100, 300], [1, 2, 4], [12, 16], "sqrt", [0], "test", "loss")
+    of = study(starts=[100, 300], factors=[1, 2, 4], at=[12, 16])
+    first = [Excess(mean, math.nan) for mean in (0.0, -0.004, 0.3125)]
+    second = [Excess(mean, math.nan) for mean in (0.0, 0.0, math.inf)]
     rows = [
-        Row(
-            100,
-            [ONE, Excess(-0.004, math.nan), Excess(0.3125, math.nan)],
-            Critical(128, 1234.4, True),
-            90.0,
-        ),
-        Row(
-            300,
-            [ONE, Excess(0.0, math.nan), Excess(math.inf, math.nan)],
-            Critical(256, 256.0, False),
-            math.inf,
-        ),
+        PositionOutcome(100, first, Critical(128, 1234.4, True), 90.0),
+        PositionOutcome(300, second, Critical(256, 256.0, False), math.inf),
     ]
     noise = [(10, 40.0), (100, 90.0), (300, math.inf), (310, -3.0)]
-    return Outcome(prepare(tiny.digits(duration="1000 steps"), None), study, 0.01, rows, noise)
+    return Outcome(prepare(tiny.digits(duration="1000 steps"), None), of, 0.01, rows, noise)
 
 
 def seeded(outcome: Outcome) -> Outcome:
@@ -80,26 +70,40 @@ def test_warnings(outcome: Outcome) -> None:
     assert warnings(seeded(outcome)._replace(tolerance=0.02)) == []
 
 
-def test_picture(outcome: Outcome, tmp_path: pathlib.Path) -> None:
-    figure = picture(outcome)
+def test_figure(outcome: Outcome, tmp_path: pathlib.Path) -> None:
+    figure = draw(outcome)
     over, by_batch = figure.axes
-    line, least, noise, own = over.lines
-    # Four updates an epoch of 256 examples.
+    line, least, noise, batch = over.lines
+    # Four updates per epoch of 256 examples.
     epoch = 64 / outcome.run.recipe.num_examples
     assert list(line.get_xdata()) == [100 * epoch, 300 * epoch]
     assert list(line.get_ydata()) == [1234.4, 256.0]
     assert list(least.get_xdata()) == [300 * epoch]
-    assert list(noise.get_ydata()) == [40.0, 90.0]  # infinite and negative ones have no place
-    assert list(own.get_ydata()) == [64, 64] and over.get_yscale() == "log"
-    labels = [text.get_text() for text in over.get_legend().get_texts()]
-    assert labels[0] == "critical batch" and labels[2:] == ["noise scale", "batch of the run"]
+    assert list(noise.get_ydata()) == [
+        40.0,
+        90.0,
+    ]  # the infinite and the negative noise scale are left out
+    assert list(batch.get_ydata()) == [64, 64] and over.get_yscale() == "log"
+    figures.check_space(figure)
+    labels = figures.names(figure)
+    assert labels[0] == "critical batch" and labels[2:4] == ["noise scale", "batch of the run"]
     first, second = by_batch.lines[:2]
     assert list(first.get_ydata()) == pytest.approx([0.0, -0.4, 31.25])
     assert list(second.get_ydata()) == pytest.approx([0.0, 0.0, math.nan], nan_ok=True)
+    assert set(labels[4:]) == {"update 100", "update 300", "tolerance"}
     text = style.svg(figure)
     assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
-def test_picture_of_seeds_has_error_bars(outcome: Outcome) -> None:
-    bars = picture(seeded(outcome)).axes[1].containers[0]
-    assert bars.has_yerr and not picture(outcome).axes[1].containers[0].has_yerr
+def test_figure_of_seeds_has_error_bars(outcome: Outcome) -> None:
+    bars = draw(seeded(outcome)).axes[1].containers[0]
+    assert bars.has_yerr and not draw(outcome).axes[1].containers[0].has_yerr
+
+
+def test_many_positions_are_split_among_axes(outcome: Outcome) -> None:
+    rows = [outcome.rows[0]._replace(step=step) for step in range(100, 1100, 100)]
+    figure = draw(outcome._replace(rows=rows))
+    figures.check_space(figure)
+    _, first, second = figure.axes
+    assert [len(axes.containers) for axes in (first, second)] == [5, 5]
+    assert first.get_ylim() == second.get_ylim()

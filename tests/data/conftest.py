@@ -1,4 +1,4 @@
-"""The real MNIST, prepared once for all tests of data."""
+"""Fixtures: the real MNIST, prepared once for all tests; BERT's vocabulary; a tiny CIFAR-10."""
 
 import pathlib
 
@@ -6,17 +6,23 @@ import pytest
 
 from lamb_tpu import data
 from lamb_tpu.data.builders import Cifar10
+from lamb_tpu.data.text.vocabulary import Vocabulary
 from tests.data import tiny_cifar
 from tests.shared import shared
 
 
 @pytest.fixture(scope="session")
 def prepared_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A TFDS data folder that holds MNIST."""
     folder = str(tmp_path_factory.mktemp("prepared"))
     originals = str(shared("data", "mnist"))
-    data.load("mnist", "test[:1]", data_dir=folder, source_dir=originals)
+    # With in_memory=False the set is prepared; otherwise the original files would be read directly.
+    data.load("mnist", "test[:1]", data_dir=folder, source_dir=originals, in_memory=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.read(shared("data", "bert_vocab", "vocab.txt"))
 
 
 @pytest.fixture

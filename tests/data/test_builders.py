@@ -1,4 +1,4 @@
-"""The builders against the original files, and against those of TFDS."""
+"""The builders give the original examples, and the metadata of TFDS's builders."""
 
 import gzip
 import pathlib
@@ -16,7 +16,7 @@ from tests.shared import ROOT, shared
 
 
 def ordered(images: np.ndarray, labels: np.ndarray) -> list[bytes]:
-    """The examples as sorted bytes, for TFDS shuffles what it writes."""
+    """Returns the examples as sorted bytes, because TFDS shuffles them."""
     return sorted(image.tobytes() + bytes([label]) for image, label in zip(images, labels))
 
 
@@ -24,13 +24,11 @@ def ordered(images: np.ndarray, labels: np.ndarray) -> list[bytes]:
 @pytest.mark.parametrize(
     "split, prefix, length", [("train", "train", 60000), ("test", "t10k", 10000)]
 )
-def test_mnist_equals_the_original_files(
-    prepared_dir: str, split: str, prefix: str, length: int
-) -> None:
+def test_mnist_equals_originals(prepared_dir: str, split: str, prefix: str, length: int) -> None:
     source = data.load("mnist", split, data_dir=prepared_dir)
     assert len(source) == length and source.num_classes == 10
     folder = shared("data", "mnist")
-    # Read here on its own: a header of 16 or 8 bytes, then one byte a pixel or label.
+    # Parsed independently: a header of 16 or 8 bytes, then a byte for each pixel or label.
     with gzip.open(folder / f"{prefix}-images-idx3-ubyte.gz") as file:
         images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
     with gzip.open(folder / f"{prefix}-labels-idx1-ubyte.gz") as file:
@@ -40,7 +38,7 @@ def test_mnist_equals_the_original_files(
     assert ordered(arrays["image"], arrays["label"].astype(np.uint8)) == ordered(images, labels)
 
 
-def test_tfds_reads_what_we_prepared(prepared_dir: str) -> None:
+def test_tfds_reads_the_prepared_set(prepared_dir: str) -> None:
     ours = data.load("mnist", "test[:50]", data_dir=prepared_dir).arrays
     theirs = data.load("tfds:mnist", "test[:50]", data_dir=prepared_dir).arrays
     np.testing.assert_array_equal(ours["image"], theirs["image"])
@@ -63,11 +61,9 @@ def test_cifar10_from_a_tiny_archive(cifar_dir: pathlib.Path, tmp_path: pathlib.
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_name_version_features_and_checksums_are_those_of_tfds(
-    name: str, tmp_path: pathlib.Path
-) -> None:
+def test_metadata_equals_that_of_tfds(name: str, tmp_path: pathlib.Path) -> None:
     stock, ours = tfds.builder(name, data_dir=str(tmp_path)), BUILDERS[name](data_dir=str(tmp_path))
-    assert type(stock) is not type(ours)  # ours did not take the stock builder's place
+    assert type(stock) is not type(ours)  # our class has not replaced the stock builder
     assert (ours.name, ours.version) == (stock.name, stock.version)
     assert repr(ours.info.features) == repr(stock.info.features)
     assert ours.info.supervised_keys == stock.info.supervised_keys

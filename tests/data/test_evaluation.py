@@ -1,4 +1,4 @@
-"""Evaluation batches: every example once, whatever the batch size and process count."""
+"""Evaluation batches: every example once, for any batch size and process count."""
 
 import numpy as np
 import pytest
@@ -30,12 +30,12 @@ def test_every_example_exactly_once(batch_size: int, process_count: int) -> None
     assert sum(batch["mask"].sum() for share in shares for batch in share) == 997
 
 
-def test_a_process_with_nothing_left_still_takes_part() -> None:
+def test_process_without_examples_yields_batches() -> None:
     (batch,) = data.eval_batches(index_source(3), 8, np.arange(4, 8))
     assert batch["mask"].tolist() == [0, 0, 0, 0]
     assert batch["label"].tolist() == [0, 0, 0, 0]
 
 
-def test_whole_batches_need_no_padding() -> None:
+def test_full_batches_need_no_padding() -> None:
     batches = list(data.eval_batches(index_source(24), 8))
     assert len(batches) == 3 and all(batch["mask"].all() for batch in batches)

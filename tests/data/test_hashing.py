@@ -1,4 +1,4 @@
-"""The hash: SplitMix64's own words, even spread, no relation between neighbours."""
+"""The hash: SplitMix64's outputs, uniformity, independence of neighbours."""
 
 import warnings
 
@@ -25,10 +25,10 @@ def test_words_are_those_of_plain_integers() -> None:
         return state
 
     rows, columns = np.arange(3)[:, None], np.array([0, 5, 2**40])
-    found = hashing.words(2**64 - 1, rows, 7, columns)
+    actual = hashing.words(2**64 - 1, rows, 7, columns)
     expected = [[plain(2**64 - 1, row, 7, int(column)) for column in columns] for row in range(3)]
-    assert found.dtype == np.uint64 and found.tolist() == expected
-    # The finaliser itself, by the first outputs of SplitMix64 seeded with 0.
+    assert actual.dtype == np.uint64 and actual.tolist() == expected
+    # Checks the finaliser against the first output of SplitMix64 with seed 0.
     assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
@@ -53,7 +53,7 @@ def test_every_coordinate_spreads_evenly(axis: int) -> None:
     assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.01
 
 
-def test_seeds_and_places_are_unrelated() -> None:
+def test_seeds_and_coordinates_are_independent() -> None:
     places = np.arange(50_000)
     draws = [
         hashing.uniform(hashing.words(seed, *c))

@@ -1,4 +1,4 @@
-"""The order of examples: permutations, epochs, independence of how it is cut up."""
+"""The order of examples: permutations, epochs, independence of how the stream is cut."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,14 @@ def test_each_epoch_is_another_permutation() -> None:
 
 
 def test_order_is_fixed_for_all_time() -> None:
-    # Written down from the first version: a checkpoint of old must continue in the same order.
+    # Recorded from the first version: old checkpoints must continue in the same order.
     assert example_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert example_order(2**64 - 1, 7, 10).tolist() == [3, 0, 7, 4, 6, 9, 8, 1, 5, 2]
 
 
 def test_order_is_uniform() -> None:
-    # Each of the 24 orders of four examples, 4,800 epochs: 200 each, standard deviation 13.8.
+    # In 4,800 epochs, each of the 24 orders of four examples is expected 200 times, with a standard
+    # deviation of 13.8.
     seen = [tuple(example_order(1, epoch, 4).tolist()) for epoch in range(4800)]
     counts = np.unique(seen, axis=0, return_counts=True)[1]
     assert len(counts) == 24 and counts.min() > 140 and counts.max() < 260
@@ -38,9 +39,9 @@ def test_stream_is_the_epochs_end_to_end() -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 16, 64, 997])
 def test_stream_does_not_depend_on_the_cut(cut: int) -> None:
-    whole = global_indices(0, 0, 2000, 97)
+    full = global_indices(0, 0, 2000, 97)
     parts = [global_indices(0, at, min(at + cut, 2000), 97) for at in range(0, 2000, cut)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(np.concatenate(parts), full)
 
 
 def test_cached_order_cannot_be_written() -> None:
@@ -52,12 +53,12 @@ def test_cached_order_cannot_be_written() -> None:
     "seed, epoch, num_examples", [(-1, 0, 3), (2**64, 0, 3), (0, -1, 3), (0, 0, 0)]
 )
 def test_arguments_out_of_range(seed: int, epoch: int, num_examples: int) -> None:
-    with pytest.raises(ValueError, match="found"):
+    with pytest.raises(ValueError, match="must be"):
         example_order(seed, epoch, num_examples)
 
 
 def test_range_backwards() -> None:
-    with pytest.raises(ValueError, match="start 5, stop 4"):
+    with pytest.raises(ValueError, match="start=5 and stop=4 must"):
         global_indices(0, 5, 4, 10)
 
 
@@ -68,11 +69,11 @@ def test_batches_of_one_bucket(examples: int, batch: int) -> None:
         order = bucketed_order(5, epoch, examples, buckets, batch)
         assert sorted(order) == list(range(examples))
         np.testing.assert_array_equal(order, bucketed_order(5, epoch, examples, buckets, batch))
-        # Whole batches lie at multiples of the batch in the stream of all epochs.
+        # Full batches start at multiples of the batch size in the stream of all epochs.
         head = -epoch * examples % batch
         count = max(examples - head, 0) // batch
-        whole = buckets[order[head : head + count * batch]].reshape(count, batch)
-        assert sum(len(set(row)) > 1 for row in whole) <= 2  # where two buckets meet
+        full = buckets[order[head : head + count * batch]].reshape(count, batch)
+        assert sum(len(set(row)) > 1 for row in full) <= 2  # where two buckets meet
 
 
 def test_bucketed_orders_differ() -> None:

@@ -1,4 +1,4 @@
-"""Preparing: what is refused, and that interruption, company and damage do no harm."""
+"""Preparation: rejected files, interruption, concurrent processes and damage."""
 
 import functools
 import http.server
@@ -11,15 +11,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from unittest import mock
 
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from lamb_tpu import data
 from lamb_tpu.data import prepare
 from lamb_tpu.data.builders import Cifar10
-from lamb_tpu.errors import UserError
 from tests.data import tiny_cifar
+from tests.raising import rejected
 from tests.shared import ROOT, shared
 
 
@@ -31,7 +34,7 @@ def load_cifar(prepared: pathlib.Path, originals: pathlib.Path | None) -> data.S
 def start_preparing(
     originals: pathlib.Path, prepared: pathlib.Path, before: str
 ) -> subprocess.Popen[str]:
-    """A process that prepares the tiny archive and prints the sum of the training pixels."""
+    """Starts a process that prepares the tiny archive and prints the sum of the training pixels."""
     script = f"""
 import os, pathlib
 from lamb_tpu import data
@@ -44,20 +47,15 @@ source = data.load(
 )
 print(source.arrays["image"].sum())
 """
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, **pipes)
 
 
 def test_missing_file(tmp_path: pathlib.Path) -> None:
     shutil.copytree(shared("data", "mnist"), tmp_path / "in", copy_function=os.symlink)
     (tmp_path / "in" / "t10k-labels-idx1-ubyte.gz").unlink()
-    message = f"mnist: t10k-labels-idx1-ubyte.gz is missing in {tmp_path}/in; get it from https://"
-    with pytest.raises(UserError, match=message):
+    path = tmp_path / "in" / "t10k-labels-idx1-ubyte.gz"
+    with rejected(path, ..., "is missing, but data set mnist needs it", "get it from https://"):
         data.load("mnist", "test", data_dir=str(tmp_path), source_dir=str(tmp_path / "in"))
 
 
@@ -68,8 +66,7 @@ def test_file_with_one_byte_changed(tmp_path: pathlib.Path) -> None:
     content = bytearray(path.read_bytes())
     content[1000] ^= 1
     path.write_bytes(content)
-    message = f"mnist: {path} is not the original .* has sha256 .* expected 3552534a.* \\(28,881"
-    with pytest.raises(UserError, match=message):
+    with rejected(path, ..., " (28,881 bytes), not 3552534a", "get it again from https://"):
         data.load("mnist", "test", data_dir=str(tmp_path), source_dir=str(tmp_path / "in"))
     assert not (tmp_path / "mnist" / "3.0.1").exists()
 
@@ -79,7 +76,8 @@ def test_truncated_record_file(prepared_dir: str, tmp_path: pathlib.Path, size: 
     shutil.copytree(prepared_dir, tmp_path / "copy")
     (path,) = (tmp_path / "copy").glob("mnist/*/mnist-test.array_record*")
     os.truncate(path, size % path.stat().st_size)
-    with pytest.raises(UserError, match=f"mnist:test: .* damaged or incomplete; delete {tmp_path}"):
+    key = "a record of data set mnist:test"
+    with rejected(key, ..., "is damaged or incomplete (", f"delete {tmp_path}"):
         data.load("mnist", "test", data_dir=str(tmp_path / "copy"))
 
 
@@ -90,21 +88,33 @@ def test_damaged_in_the_middle_and_missing(prepared_dir: str, tmp_path: pathlib.
         file.seek(path.stat().st_size // 2)
         file.write(bytes(64))
     source = data.load("mnist", "test", data_dir=str(tmp_path / "copy"), in_memory=False)
-    with pytest.raises(UserError, match="a record cannot be read"):
+    with rejected("a record of data set mnist:test", ..., "is damaged or incomplete (Corrupted"):
         list(data.eval_batches(source, 1000))
     path.unlink()
-    with pytest.raises(UserError, match=f"mnist: {path} is missing; delete "):
+    with rejected("*/mnist-test.array_record-00000-of-00001 of data set mnist", ..., "is missing"):
         data.load("mnist", "test", data_dir=str(tmp_path / "copy"))
 
 
-def test_originals_are_not_needed_once_prepared(
-    cifar_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_prepared_set_needs_no_originals(cifar_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     first = load_cifar(tmp_path / "prepared", cifar_dir)
     (cifar_dir / tiny_cifar.FILE_NAME).unlink()
     for originals in (cifar_dir, None):
         again = load_cifar(tmp_path / "prepared", originals)
         np.testing.assert_array_equal(again.arrays["image"], first.arrays["image"])
+
+
+def test_failed_download(
+    cifar_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_set = mock.Mock()
+    monkeypatch.setattr(Cifar10, "download_and_prepare", prepare_set)
+    for error in (tfds.download.DownloadError("full"), NonMatchingChecksumError("url", "file", "")):
+        prepare_set.side_effect = error
+        with rejected("the download of data set cifar10", ..., "failed (", "--config.data.dir="):
+            load_cifar(tmp_path / "prepared", cifar_dir)
+    prepare_set.side_effect = OSError("the disk is full")  # other errors keep their type
+    with pytest.raises(OSError, match="the disk is full"):
+        load_cifar(tmp_path / "prepared", cifar_dir)
 
 
 def test_killed_half_way_leaves_no_set(cifar_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -126,7 +136,7 @@ Cifar10._generate_examples = die
 
 
 def test_two_processes_at_once(cifar_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    # The same random seed would give both the same temporary folder, were there no lock.
+    # Without the lock, equal random seeds would give both processes the same temporary folder.
     slow = """
 import random, time
 generate = Cifar10._generate_examples
@@ -148,24 +158,19 @@ random.seed(0)
 def test_folder_that_is_no_prepared_set(cifar_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "prepared" / "cifar10" / "3.0.2"
     folder.mkdir(parents=True)
-    with pytest.raises(UserError, match=f"{folder} is no prepared set.* delete it"):
+    with rejected("*/3.0.2 of data set cifar10", ..., "has no dataset_info.json"):
         load_cifar(tmp_path / "prepared", cifar_dir)
 
 
 def test_no_network(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(url: str, timeout: float) -> None:
-        raise urllib.error.URLError("no such host")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    message = r"https://www.cs.toronto.edu/.* \(<urlopen error no such host>\); give "
-    message += r"--config.data.dir=FOLDER, .*cifar-10-binary.tar.gz"
-    with pytest.raises(UserError, match=message):
+    error = urllib.error.URLError("no such host")
+    monkeypatch.setattr(urllib.request, "urlopen", mock.Mock(side_effect=error))
+    problem = "cifar-10-binary.tar.gz cannot be reached (<urlopen error no such host>)"
+    with rejected("data set cifar10", ..., problem, "give --config.data.dir=FOLDER, a folder"):
         load_cifar(tmp_path, None)
 
 
-def test_network_that_does_not_answer(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_network_without_answer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(url: str, timeout: float) -> None:
         time.sleep(1)
         raise TimeoutError
@@ -173,7 +178,7 @@ def test_network_that_does_not_answer(
     monkeypatch.setattr(prepare, "_REACH_SECONDS", 0.1)
     monkeypatch.setattr(urllib.request, "urlopen", hang)
     start = time.monotonic()
-    with pytest.raises(UserError, match="no answer .*--config.data.dir=FOLDER"):
+    with rejected("data set cifar10", ..., "and", "give --config.data.dir=FOLDER, a folder"):
         load_cifar(tmp_path, None)
     assert time.monotonic() - start < 0.9
 
@@ -192,14 +197,14 @@ def test_download(
         tiny_cifar.expect(cifar_dir, url)
         assert len(load_cifar(tmp_path / "prepared", None)) == tiny_cifar.NUM_TRAIN
         server.shutdown()
-    # What was downloaded is kept: a second preparation needs no network.
+    # The download is stored: a second preparation needs no network.
     shutil.rmtree(tmp_path / "prepared" / "cifar10")
     assert len(load_cifar(tmp_path / "prepared", None)) == tiny_cifar.NUM_TRAIN
 
 
-def test_bucket_is_refused() -> None:
+def test_bucket_is_rejected() -> None:
     builder = Cifar10(data_dir="/nowhere")
     builder._data_dir = "gs://bucket/cifar10/3.0.2"
-    with pytest.raises(UserError, match="gs://bucket.* local or mounted folder only"):
+    with rejected("data set cifar10", ..., "is not prepared in gs://bucket/cifar10/3.0.2"):
         with prepare._one_at_a_time(builder):
             pass

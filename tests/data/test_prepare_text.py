@@ -1,4 +1,4 @@
-"""The command: what it prints, its exit status, and mistakes told in one sentence."""
+"""The command `prepare_text`: its output, exit status, and one-sentence errors."""
 
 import pathlib
 
@@ -23,7 +23,7 @@ def arguments(tmp_path: pathlib.Path) -> list[str]:
     ]
 
 
-def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_text.main(arguments) == 0
     printed = capsys.readouterr()
     output = pathlib.Path(arguments[2].removeprefix("--output="))
@@ -34,33 +34,36 @@ def test_what_it_prints(arguments: list[str], capsys: pytest.CaptureFixture[str]
         "--config.model.vocab_size=8",
     ]
     assert printed.err.splitlines() == [
-        "warning: 1 documents were empty and are left out",
-        "warning: 1 lines are not UTF-8; what could not be read in them is left out",
-        "warning: 1 sentences were too long and are cut",
+        "warning: 1 documents were empty and were left out",
+        "warning: 1 lines were not UTF-8; their unreadable bytes were left out",
+        "warning: 1 sentences were too long and were cut",
     ]
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (["--inptu=x"], "unrecognized arguments: --inptu=x; see --help"),
-        (["--processes=two"], "argument --processes: invalid int value: 'two'; see --help"),
+        ("--inptu=x", "unrecognized arguments: --inptu=x; see --help; did you mean --input?"),
+        ("--processes=two", "argument --processes: 'two' is not a whole number; see --help"),
+        ("--documents=pages", "--documents='pages' is unknown; use file, blank-lines or titles"),
         (
-            ["--documents=pages"],
-            "--documents=pages is unknown; known are file, blank-lines, titles",
+            "--input=0*",
+            "--input='0*' matches no file; give a file, or a pattern that matches files",
         ),
-        (["--input=nothing*"], "--input=nothing* matches no file"),
-        (["--output=gs://x/y"], "--output=gs://x/y must be a local or mounted folder"),
         (
-            ["--output=/proc/x"],
-            "--output /proc/x cannot be written (No such file or directory); give another",
+            "--output=gs://x",
+            "--output='gs://x' is not on this machine; use a local or mounted folder",
+        ),
+        (
+            "--output=/proc/x",
+            "--output /proc/x cannot be written (No such file or directory); give another path",
         ),
     ],
 )
-def test_mistakes_are_one_sentence(
-    arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_errors_are_one_sentence(
+    arguments: list[str], change: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prepare_text.main(arguments + change) == 2
+    assert prepare_text.main([*arguments, change]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -79,15 +82,15 @@ def test_help_has_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         prepare_text.main(["--help"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    lines = told.replace("\\\n", "").splitlines()
+    output = capsys.readouterr().out
+    lines = output.replace("\\\n", "").splitlines()
     commands = [line.split()[3:] for line in lines if "prepare_text --input" in line]
-    assert len(commands) == 3 and "python -m lamb_tpu.train --config" in told
+    assert len(commands) == 3 and "python -m lamb_tpu.train --config" in output
     for command in commands:
         assert prepare_text._parse(command).output.startswith("DATA/")
 
 
-def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_text.main(["--input=x"]) == 2
     assert "--output; see --help" in capsys.readouterr().err
 
@@ -103,12 +106,10 @@ def test_control_c(
     assert "start the same command again" in capsys.readouterr().err
 
 
-def test_rate_and_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rate_and_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(prepare_text.time, "monotonic", lambda: now[0])
-    with prepare_text._Shown() as shown:
+    with prepare_text._ProgressDisplay() as shown:
         for seconds, done in ((0, 10), (9, 12), (20, 50), (25, 90), (30, 110)):
             now[0] = 100.0 + seconds
             shown(Progress(done * 10**6, 10 * 10**6, 110 * 10**6))

@@ -1,17 +1,17 @@
-"""The page on data sets of a user's own: arrays and records, from a folder outside."""
+"""The data sets on the page about custom data sets train in a folder outside the repository."""
 
 import json
 import pathlib
 
 import pytest
 
-from tests import own_pages
+from tests import package_pages
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     root = tmp_path_factory.mktemp("own")
-    own_pages.run_page("data", root)
+    package_pages.run_page("data", root)
     return root
 
 
@@ -19,12 +19,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.parametrize(
     "name, source", [("arrays", "rings:train,512,0.2"), ("records", "rings:train,512,0.1")]
 )
-def test_rings_are_told_apart(folder: pathlib.Path, name: str, source: str) -> None:
+def test_rings_are_classified(folder: pathlib.Path, name: str, source: str) -> None:
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if '"eval"' in line][-1]
-    assert last["step"] == 60 and last["accuracy"] > 0.8  # a line has about 0.6
+    assert last["step"] == 60 and last["accuracy"] > 0.8  # a linear model reaches about 0.6
     config = json.loads((folder / "runs" / name / "config.json").read_text())
     assert config["data.name"].startswith(f"my_{name}:")
-    # The saved position says in which data it is one.
+    # The saved position names the data set.
     saved = (folder / "runs" / name / "checkpoints" / "60").rglob("*")
     assert any(source.encode() in path.read_bytes() for path in saved if path.is_file())

@@ -1,4 +1,4 @@
-"""A CIFAR-10 archive of 56 random images, for tests of preparing."""
+"""A CIFAR-10 archive of 56 random images, for tests of preparation."""
 
 import io
 import pathlib
@@ -27,7 +27,7 @@ def write(folder: pathlib.Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     files["test_batch.bin"] = content[NUM_TRAIN:].tobytes()
     files["batches.meta.txt"] = ("\n".join(CLASS_NAMES) + "\n\n").encode()
     with tarfile.open(folder / FILE_NAME, "w:gz") as tar:
-        # The original archive does not hold its files in order either.
+        # The files of the original archive are not in order either.
         for name in sorted(files, reverse=True):
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(files[name])

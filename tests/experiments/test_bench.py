@@ -1,4 +1,4 @@
-"""The benchmarks run, at small size, and print what they promise."""
+"""The benchmarks run at small size and print their tables."""
 
 import functools
 import importlib.util
@@ -13,13 +13,15 @@ from experiments.bench.bert import Target
 from experiments.bench.image_throughput import start
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from tests import tiny
-from tests.data.images.pictures import encode, smooth
+from tests.data.images.photographs import encode, smooth
 from tests.plan.test_main import needs_compiler
 from tests.shared import shared
 
+pytestmark = pytest.mark.optimized  # also in the commands that the tests start
+
 
 def _rows(text: str) -> list[list[str]]:
-    """The cells of the first table, without its head."""
+    """Returns the cells of the first table, without its header."""
     table = text[text.index("\n| update") :].strip().split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
@@ -32,16 +34,17 @@ def test_update_speed():
     assert list(rows) == [
         "optax.adamw",
         "optax.lamb",
+        "torch AdamW, fused",
         "timm Lamb",
         "timm Lamb, foreach",
         "lamb",
         "lamb, stacked layers",
     ]
-    # AdamW on a CPU: m, v and p each in a pass of their own are 3 + 3 + 4 words, 7 would do.
+    # On a CPU, AdamW makes a pass for each of m, v and p: 3 + 3 + 4 words per value instead of 7.
     assert rows["optax.adamw"][4:] == ["1.43", "0.0 %"]
     installed = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
     assert rows["timm Lamb"][0].startswith("not installed") == (not installed)
-    targets = [line for line in done.stdout.splitlines() if " of optax.lamb | 0.60 | " in line]
+    targets = [line for line in done.stdout.splitlines() if " time / optax.lamb | 0.60 | " in line]
     assert len(targets) == 2
 
 
@@ -54,8 +57,8 @@ def test_update_tpu():
         return
     assert done.returncode == 0, done.stderr
     rows = {row[0]: [float(cell) for cell in row[1:]] for row in _rows(done.stdout)}
-    assert rows["optax.adamw"][6] == rows["lamb"][6] / 2 == 30  # fusions: one, two for a leaf
-    assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes, of the least
+    assert rows["optax.adamw"][6] == rows["lamb"][6] / 2 == 30  # fusions: one or two per leaf
+    assert rows["lamb"][5] < 1.05 < rows["optax.lamb"][5]  # bytes relative to the lower bound
 
 
 @pytest.mark.long
@@ -63,7 +66,7 @@ def test_update_tpu():
 def test_layers_of_the_lstm_benchmark(module):
     size = lstm.Size("tiny", 5, 3, 4, 6, 2)
     (weights, inputs) = lstm.of_jax(module(size.features, size.layers), size)()
-    # Gates of two layers, with one bias each; Flax's second kernel of a gate is square.
+    # Gates of two layers, with one bias each; the second kernel of a gate in Flax is square.
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
     assert count == 4 * 6 * (4 + 6 + 1) + 4 * 6 * (6 + 6 + 1)
     assert inputs.shape == (5, 3, 4) and np.abs(inputs).max() > 0
@@ -71,7 +74,7 @@ def test_layers_of_the_lstm_benchmark(module):
 
 @pytest.mark.long
 def test_products_of_the_lstm_benchmark():
-    """Products of a layer: hidden state, gates, gradients of the inputs and of both kernels."""
+    """Counts a layer's products: hidden state, gates, and gradients of the inputs and both kernels."""
     done = lstm.of_products(lstm.Size("tiny", 5, 3, 4, 6, 2))()
     shapes = [(3, 6), (3, 24), (5, 3, 4), (4, 24), (6, 24)]
     shapes += [(3, 6), (3, 24), (5, 3, 6), (6, 24), (6, 24)]
@@ -89,7 +92,7 @@ def test_lstm():
     done = tiny.command("experiments.bench.lstm", "--rounds=1", "--most_features=200")
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[5:]]
-    assert [row[0] for row in rows] == ["MNIST by rows", "PTB small"]
+    assert [row[0] for row in rows] == ["MNIST row by row", "PTB small"]
     assert all(float(row[2]) > 0 and float(row[6]) > 0 for row in rows)
 
 
@@ -126,7 +129,7 @@ def test_save_stall():
     assert head.startswith("State of 12 MB") and note == "Idle."
     rows = dict(re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+ \|$", done.stdout, re.MULTILINE))
     assert len(rows) == 5 and all(float(value) > 0 for value in rows.values())
-    assert last == f"The call takes {float(last.split()[3]):.3f} of a save that is waited for."
+    assert last == f"The call takes {float(last.split()[3]):.3f} times as long as a blocking save."
 
 
 def test_text_throughput(tmp_path):
@@ -148,7 +151,7 @@ def test_text_throughput(tmp_path):
     assert [name for name, *_ in rows] == ["`encode_batch`", "`encode_batch_fast`", "preparation"]
     (plain, ratio), (ours, one) = ([float(cell) for cell in rows[n][1:]] for n in (0, 2))
     assert one == 1 and abs(ratio - ours / plain) < 0.05 * ratio + 0.01
-    pattern = r"^\| (128|512), (?:20|80).* \| (?:memory|by record) \| ([\d,]+) \| ([\d.]+) \|$"
+    pattern = r"^\| (128|512), (?:20|80).* \| (?:memory|files) \| ([\d,]+) \| ([\d.]+) \|$"
     batches = re.findall(pattern, done.stdout, re.MULTILINE)
     assert len(batches) == 8
     for length, rate, cores in batches:
@@ -157,7 +160,7 @@ def test_text_throughput(tmp_path):
 
 
 def test_bert_large():
-    assert bert.num_values(24, 1024) == 336_226_108  # with both heads of pre-training
+    assert bert.num_values(24, 1024) == 336_226_108  # with both pre-training heads
     assert [len(bert.leaf_shapes(24, 1024, stacked)) for stacked in (False, True)] == [398, 30]
 
 
@@ -206,7 +209,7 @@ def test_image_throughput(tmp_path):
         "ours, ArrayRecord": True,
         "torchvision and Pillow, DataLoader": importlib.util.find_spec("torchvision") is not None,
         "tf.data": importlib.util.find_spec("tensorflow") is not None,
-        "tf.data, pictures decoded whole": importlib.util.find_spec("tensorflow") is not None,
+        "tf.data, images decoded in full": importlib.util.find_spec("tensorflow") is not None,
     }
     assert {name: "not installed" not in row for name, row in rows.items()} == installed
     models = [[cell.strip(" |") for cell in line.split(" | ")] for line in table[10:]]
@@ -221,8 +224,11 @@ def test_image_throughput(tmp_path):
         assert abs(needed - float(cores)) < 0.06 + 0.01 * needed
 
 
-def test_image_routes_give_the_same_pictures(tmp_path):
-    """A picture that shows its place: all routes take the same centre, and parts of it to train."""
+def test_image_routes_give_the_same_images(tmp_path):
+    """All routes read the same centre crop, and training crops from the same image.
+
+    The image encodes positions in its pixels.
+    """
     rows, columns = np.mgrid[0:240, 0:320]
     pixels = np.stack([columns * 0.75, rows, np.full_like(rows, 90)], -1).astype(np.uint8)
     path = tmp_path / "1.JPEG"
@@ -232,7 +238,7 @@ def test_image_routes_give_the_same_pictures(tmp_path):
         image_routes.ours_prepared(str(tmp_path)),
         image_routes.torchvision,
         image_routes.tf_data,
-        functools.partial(image_routes.tf_data, whole=True),
+        functools.partial(image_routes.tf_data, full_size=True),
     ]
     seen = 0
     for route in routes:
@@ -249,7 +255,7 @@ def test_image_routes_give_the_same_pictures(tmp_path):
             if training:
                 assert (width < 330).all() and len(set(images[:, 0, 0, 0].tolist())) > 1
             else:
-                assert np.abs(width - 210).max() < 8  # 0.875 of 240
+                assert np.abs(width - 210).max() < 8  # 0.875 * 240
             seen += 1
     assert seen >= 4
 
@@ -271,7 +277,7 @@ def test_exchange():
 
 
 def test_page_of_the_agreement():
-    """A round has a start of each arm; ratios are within rounds."""
+    """Each round starts each arm once, and ratios are taken within rounds."""
     starts = {
         arm: [
             {"all": all_, "cpu": 2 * all_, "start": start, "data": start / 2}
@@ -289,5 +295,5 @@ def test_page_of_the_agreement():
         "| no | 5.00 (4.00 to 8.00) | 10.00 (8.00 to 16.00) | | |",
     ]
     assert lines[8].endswith(
-        "the same round: 1.05 (0.80 to 1.12); of CPU seconds: 1.05 (0.80 to 1.12)."
+        "same round: 1.05 (0.80 to 1.12). Ratio of the CPU seconds: 1.05 (0.80 to 1.12)."
     )

@@ -1,4 +1,4 @@
-"""The benchmark of a step of two programs: its contenders make updates, and its rows are ratios."""
+"""The benchmark of the two-program step: its contenders make updates; its rows have ratios."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_a_row_has_ratios_round_by_round() -> None:
     }
     line = changing_batch.row("LeNet", 64, 4, seconds)
     figures = "160.0 | 1.250 | 1.875 | 1.010 | 1.020 | 1.100"
-    # 99 updates of 100 take no longer.
+    # 99 of 100 updates measure no statistic, so they take as long as updates without statistics.
     assert line == f"| LeNet | 64 | 4 | {figures} | 1.020 |"
     del seconds["one by one"]
     assert changing_batch.row("LeNet", 64, 4, seconds) == f"| LeNet | 64 | 4 | {figures} | - |"

@@ -1,4 +1,4 @@
-"""The table of placements: its bounds, and a sweep of two cells that is interrupted and resumed."""
+"""The table of shardings: its bounds, and a sweep of two cells that is interrupted and resumed."""
 
 import json
 
@@ -12,18 +12,18 @@ from experiments.bench.distribution_cell import Cell, as_messages, lowered_colle
 from lamb_tpu.parallel.mesh import make_mesh
 from tests import tiny
 
-# 100 values in a kernel that 4 devices divide, 10 in a bias that they do not.
+# A kernel of 100 values, divisible by 4 devices, and a bias of 10, which is not.
 SHAPES = {"output/kernel": (20, 5), "output/bias": (10,)}
 
 
 @pytest.mark.parametrize(
     ("state", "gradient_dtype", "expected"),
     [
-        # 3/4 there and 3/4 back, of 440 bytes.
+        # 3/4 of 440 bytes to reduce, and 3/4 of 440 bytes to gather.
         ("replicated", "float32", 660),
         ("replicated", "bfloat16", 330),
         ("zero1", "float32", 660),
-        # Gradients 200 bytes, parameters 400; the bias 20 bytes there and back.
+        # The kernel's gradients have 200 bytes, its parameters 400; the bias has 20 bytes in each direction.
         ("zero1", "bfloat16", 480),
         ("fsdp", "float32", 660),
     ],
@@ -38,7 +38,7 @@ def test_computed_memory() -> None:
         state: [distribution_table.computed_memory(SHAPES, n, state) for n in (1, 4)]
         for state in ("replicated", "zero1", "fsdp")
     }
-    # 110 values and two moments of each, and a count.
+    # 110 parameters, two moments of each parameter, and a count of updates.
     assert {values[0] for values in memory.values()} == {3 * 440 + 4}
     assert memory["replicated"][1] == 3 * 440 + 4
     assert memory["zero1"][1] == 440 + 2 * (100 + 40) + 4
@@ -46,7 +46,7 @@ def test_computed_memory() -> None:
 
 
 def line(cell: Cell, messages: list, **changes: object) -> dict:
-    found = {
+    actual = {
         "cell": list(cell),
         "shapes": SHAPES,
         "messages": messages,
@@ -55,7 +55,7 @@ def line(cell: Cell, messages: list, **changes: object) -> dict:
         "differences": {"output/kernel": 1e-7, "output/bias": 0.0},
         "held_bytes": 1324,
     }
-    return found | changes
+    return actual | changes
 
 
 def message(kind: str, size: int, sent: int, count: int = 1) -> dict:
@@ -92,11 +92,11 @@ def test_figures_that_fail_are_marked_and_explained(changes: dict, figures: set[
         assert (f"** ({letter})" in text) == (name in figures)
         assert any(note.startswith(f"({letter}) ") for note in notes) == (name in figures)
     if not figures:
-        assert notes == ["Every figure keeps its bound."]
+        assert notes == ["Every figure is within its bound."]
 
 
-def test_notes_tell_causes() -> None:
-    whole = line(Cell(1, 1, "replicated", "jit"), [])
+def test_notes_name_causes() -> None:
+    full = line(Cell(1, 1, "replicated", "jit"), [])
     other = line(
         Cell(1, 1, "replicated", "jit", "float32", 2),
         [],
@@ -107,27 +107,27 @@ def test_notes_tell_causes() -> None:
         [REDUCED],
         differences={"output/kernel": 2e-6, "output/bias": 0.0},
     )
-    [note] = distribution_table.notes([whole, other, apart])
+    [note] = distribution_table.notes([full, other, apart])
     assert "2.00e-06, in output/kernel" in note and "5.00e-07: LAMB divides" in note
     apart["differences"]["output/kernel"] = 1e-3
-    [note] = distribution_table.notes([whole, other, apart])
+    [note] = distribution_table.notes([full, other, apart])
     assert "does not explain" in note
-    # The second gather is of an activation, if it has another size than a kernel.
+    # If its size is not that of a kernel, the second gather carries an activation.
     gathers = [message("all-gather", 100, 300), message("all-gather", 101, 99000)]
     compiled = line(Cell(1, 4, "zero1", "jit"), [REDUCED, *gathers], held_bytes=724)
-    [note] = distribution_table.notes([whole, compiled])
-    assert "1.455 of the least" in note and "a reduce-scatter would send 0.000 MB" in note
-    assert "more than once" not in note and "not the least traffic" in note
+    [note] = distribution_table.notes([full, compiled])
+    assert "1.455 times the minimum" in note and "reduce-scatters would send 0.000 MB" in note
+    assert "more than once" not in note and "not the minimum traffic" in note
     split = line(Cell(1, 4, "fsdp", "jit"), [REDUCED, *gathers], held_bytes=424)
-    [note] = distribution_table.notes([whole, split])
-    assert "The 0.099 MB of activations that it exchanges come on top." in note
+    [note] = distribution_table.notes([full, split])
+    assert "It also exchanges 0.099 MB of activations." in note
     named = line(
         Cell(1, 4, "zero1", "shard_map"),
         [message("reduce-scatter", 110, 330), message("all-gather", 110, 660)],
         held_bytes=724,
     )
-    [note] = distribution_table.notes([whole, named])
-    assert "more than once" in note and note.endswith("This placement promises the least.")
+    [note] = distribution_table.notes([full, named])
+    assert "more than once" in note and note.endswith("This setting promises the minimum traffic.")
 
 
 def test_lowered_collectives() -> None:
@@ -135,18 +135,18 @@ def test_lowered_collectives() -> None:
 
     def body(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
         narrow = jax.lax.psum(x.astype(jnp.bfloat16), "data")
-        part = jax.lax.psum_scatter(x, "fsdp", tiled=True)
-        return narrow, part, jax.lax.all_gather(y, ("data", "fsdp"), tiled=True)
+        shard = jax.lax.psum_scatter(x, "fsdp", tiled=True)
+        return narrow, shard, jax.lax.all_gather(y, ("data", "fsdp"), tiled=True)
 
     step = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     text = jax.jit(step).lower(jnp.ones((6, 5)), jnp.ones(3)).as_text("hlo")
-    found = [
+    actual = [
         (one["kind"], one["dtype"], one["sizes"], one["sent_bytes"])
         for one in as_messages(lowered_collectives(text, 8))
     ]
-    assert found == [
+    assert actual == [
         ("all-reduce", "bf16", [30], 90),
         ("reduce-scatter", "f32", [30], 60),
         ("all-gather", "f32", [24], 84),
@@ -188,10 +188,10 @@ def test_sweep_of_two_cells_goes_on_where_it_stood(tmp_path) -> None:
     assert first["losses"][1] < first["losses"][0]
     assert [one["kind"] for one in second["messages"]].count("all-gather") == 1
 
-    # What an earlier sweep has measured is kept, half a line is not.
+    # Lines of an earlier sweep are reused; an incomplete line is not.
     second["seconds"] = 77.7
-    kept = [json.dumps(first), json.dumps(second)]
-    file.write_text("\n".join([*kept, '{"cell": [']))
+    complete = [json.dumps(first), json.dumps(second)]
+    file.write_text("\n".join([*complete, '{"cell": [']))
     done = tiny.command(*arguments)
     assert done.returncode == 0 and not done.stderr
     assert "| 77.7 |" in done.stdout

@@ -1,4 +1,4 @@
-"""The page of exchanges, from rows that no compiler made and from those that are kept."""
+"""The page of exchanges, from synthetic rows and from the stored ones."""
 
 import doctest
 import pathlib
@@ -24,26 +24,26 @@ SHAPES = [(1000, 999), (1000,)]
 
 
 def row(case: Case) -> dict[str, Any]:
-    """A program whose collectives are the least for the method, in small numbers."""
+    """Returns a row of a program that sends the least bytes of its method, with small numbers."""
     devices = topology(case.topology).num_devices
     count = devices // case.inner
-    found: list[list[Any]] = []
+    actual: list[list[Any]] = []
     if case.method in ("float32", "bfloat16"):
         size = V if case.method == "float32" else V // 2
-        found = [["all-reduce", "all", "f32" if size == V else "bf16", 2, size]]
+        actual = [["all-reduce", "all", "f32" if size == V else "bf16", 2, size]]
     else:
         among, bytes_ = ("all", V) if case.inner == 1 else ("outer", V // HOST_DEVICES)
-        found = [
+        actual = [
             ["all-to-all", among, "u8", 1, bytes_ // 32],
             ["all-gather", among, "u8", 1, bytes_ // 32 // count],
         ]
         if case.inner > 1:
-            found += [
+            actual += [
                 ["all-gather", "inner", "f32", 1, V // HOST_DEVICES],
                 ["reduce-scatter", "inner", "f32", 1, V],
             ]
     sent = {}
-    for kind, among, dtype, number, size in found:
+    for kind, among, dtype, number, size in actual:
         members = {"all": devices, "inner": case.inner, "outer": count}[among]
         one = Collective(kind, (tuple(range(members)),), (Array("u8", (size // number,)),), number)
         sent[dtype] = sent.get(dtype, 0) + number * one.sent_bytes
@@ -53,19 +53,19 @@ def row(case: Case) -> dict[str, Any]:
         "topology": case.topology,
         "inner": case.inner,
         "devices": devices,
-        "cycles": 10**6 if len(found) == 1 else 2 * 10**6 + 1000 * count,
+        "cycles": 10**6 if len(actual) == 1 else 2 * 10**6 + 1000 * count,
         "clock": 940e6,
         "compile_seconds": 1.5,
         "needed_bytes": 1,
         **programs.counts(SHAPES, {0: 4 * 1999} if "powersgd" in case.method else {}),
         "sent": sent,
-        "collectives": found,
+        "collectives": actual,
         "versions": {"jax": "0", "libtpu": "1"},
     }
 
 
 @pytest.fixture
-def kept() -> dict[str, dict[str, Any]]:
+def saved() -> dict[str, dict[str, Any]]:
     return {case.key: row(case) for case in programs.cases()}
 
 
@@ -85,58 +85,58 @@ def test_the_config_of_a_program_is_accepted(model: str) -> None:
 
 
 def test_the_page(
-    kept: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    saved: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "compression.md.j2"
     (tmp_path / name).write_text((programs.FOLDER / name).read_text())
     monkeypatch.setattr(page, "FOLDER", tmp_path)
-    text = page.write(kept)
-    assert (tmp_path / "compression.md").read_text() == text == page.write(kept)
+    text = page.write(saved)
+    assert (tmp_path / "compression.md").read_text() == text == page.write(saved)
     assert (tmp_path / "compression.svg").read_text().startswith("<?xml")
     assert "Not compiled yet" not in text
-    # One row for a host, and one for each number of devices and network.
+    # One row for a single host, and one for each number of devices and network.
     assert text.count("\n| one host | 8 |") == 2
     assert text.count("\n| 10 Gb/s | ") == 2 * 4
     seconds = scaling.step_seconds("BERT-Large")
     assert seconds is not None and 0.1 < seconds < 0.2
     step = 1e3 * seconds * CONSTANTS.compute_factor
-    one = scaling.time(kept, "BERT-Large", "float32", 512, 10.0)
+    one = scaling.time(saved, "BERT-Large", "float32", 512, 10.0)
     assert one is not None and one.packing == 0
     assert one.compute == pytest.approx(step / 1e3)
     assert f"| float32 | {step:.4g} | 0 | {1e3 * one.network:.4g} |" in text
-    # A program that is missing takes its row along.
-    less = {key: each for key, each in kept.items() if "name=onebit" not in key}
+    # A missing program removes its row.
+    less = {key: each for key, each in saved.items() if "name=onebit" not in key}
     assert "- name=onebit of bert_pretrain:phase=1,scan,batch={batch} on v3-32\n" in page.text(less)
     assert "name=onebit" not in text and "| onebit |" not in page.text(less)
     assert "Not compiled yet" in page.text({})
 
 
-def test_a_law_of_two_programs(kept: dict[str, Any]) -> None:
-    found = scaling.law_of(kept, "ResNet-50", "onebit")
-    assert found is not None
-    parts = {part.kind: part for part in found.parts}
-    assert parts["all-to-all"].operand_bytes(2048) == pytest.approx(V / 32)
-    assert parts["all-gather"].operand_bytes(1000) == pytest.approx(V / 32 / 1000, rel=0.01)
-    assert found.cycles == pytest.approx((2 * 10**6, 1000))
-    third = kept[Case("ResNet-50", "onebit", scaling.CHECKED).key]
-    assert scaling.sent_bytes(found, 16) == pytest.approx(wire.sent(third), rel=0.01)
-    assert all(abs(off) < 0.01 for off in scaling.off_by(kept).values())
-    within = scaling.law_of(kept, "ResNet-50", "onebit", HOST_DEVICES)
+def test_a_law_of_two_programs(saved: dict[str, Any]) -> None:
+    actual = scaling.law_of(saved, "ResNet-50", "onebit")
+    assert actual is not None
+    collectives = {one.kind: one for one in actual.collectives}
+    assert collectives["all-to-all"].operand_bytes(2048) == pytest.approx(V / 32)
+    assert collectives["all-gather"].operand_bytes(1000) == pytest.approx(V / 32 / 1000, rel=0.01)
+    assert actual.cycles == pytest.approx((2 * 10**6, 1000))
+    third = saved[Case("ResNet-50", "onebit", scaling.CHECKED).key]
+    assert scaling.sent_bytes(actual, 16) == pytest.approx(wire.sent(third), rel=0.01)
+    assert all(abs(off) < 0.01 for off in scaling.off_by(saved).values())
+    within = scaling.law_of(saved, "ResNet-50", "onebit", HOST_DEVICES)
     assert within is not None
-    sent = kept[Case("ResNet-50", "onebit", "v3-128", HOST_DEVICES).key]["sent"]
+    sent = saved[Case("ResNet-50", "onebit", "v3-128", HOST_DEVICES).key]["sent"]
     assert scaling.sent_bytes(within, 128) == pytest.approx(sum(sent.values()), rel=0.01)
-    # The same operand on every slice has no part that shrinks.
+    # An operand of the same size on every slice has no sharded part.
     [plain] = scaling.law(
-        [kept[Case("ResNet-50", "float32", name).key] for name in scaling.FITTED]
-    ).parts
-    assert (plain.whole, plain.cut, plain.number) == (V, 0.0, 2)
+        [saved[Case("ResNet-50", "float32", name).key] for name in scaling.FITTED]
+    ).collectives
+    assert (plain.fixed, plain.cut, plain.number) == (V, 0.0, 2)
 
 
-def test_times(kept: dict[str, Any]) -> None:
+def test_times(saved: dict[str, Any]) -> None:
     def network(method: str, devices: int, gbps: float | None) -> float:
-        found = scaling.time(kept, "ResNet-50", method, devices, gbps)
-        assert found is not None
-        return found.network
+        actual = scaling.time(saved, "ResNet-50", method, devices, gbps)
+        assert actual is not None
+        return actual.network
 
     # Eight hosts' links carry 2 (h - 1) / h of the gradient.
     rate = 1.25e9 * CONSTANTS.datacenter_efficiency
@@ -145,24 +145,24 @@ def test_times(kept: dict[str, Any]) -> None:
     assert least < network("float32", 512, 10.0) < 1.02 * least
     assert network("bfloat16", 512, 10.0) < network("float32", 512, 10.0)
     assert network("float32", 512, None) < network("float32", 512, 100.0)
-    onebit = scaling.time(kept, "ResNet-50", "onebit", 512, 10.0)
-    # Device by device eight times as much crosses a link as after sums within hosts.
+    onebit = scaling.time(saved, "ResNet-50", "onebit", 512, 10.0)
+    # Summing over all devices sends eight times as much over a link as after sums within hosts.
     assert onebit is not None and onebit.is_within
     assert onebit.packing == pytest.approx((10**6 + 1000 * 64) * CONSTANTS.compute_factor / 940e6)
-    assert next(iter(scaling.best(kept, "ResNet-50", 512, 10.0))) != "float32"
-    # Of a thousand devices each sends 0.1 %: whole vectors in one operation, so within hosts alone.
-    sparse = scaling.time(kept, "ResNet-50", "dgc 0.1 %", 2048, None)
+    assert next(iter(scaling.best(saved, "ResNet-50", 512, 10.0))) != "float32"
+    # If 1,000 devices each send 0.1 %, a dense vector is no larger, so summing within hosts first is faster.
+    sparse = scaling.time(saved, "ResNet-50", "dgc 0.1 %", 2048, None)
     assert sparse is not None and sparse.is_within
-    alone = {key: each for key, each in kept.items() if "fsdp" not in key}
+    alone = {key: each for key, each in saved.items() if "fsdp" not in key}
     assert scaling.time(alone, "ResNet-50", "dgc 0.1 %", 2048, None) is None
     assert scaling.time({}, "ResNet-50", "float32", 8, None) is None
 
 
-def test_places_of_hosts() -> None:
-    at = scaling.places(32)
+def test_coordinates_of_hosts() -> None:
+    at = scaling.coordinates(32)
     assert len(set(at)) == 16 and at[0] == at[1]
     for first in range(0, 32, HOST_DEVICES):
-        xs, ys = ({place[axis] for place in at[first : first + 8]} for axis in (1, 2))
+        xs, ys = ({position[axis] for position in at[first : first + 8]} for axis in (1, 2))
         assert len(xs) == len(ys) == 2 and min(xs) % 2 == min(ys) % 2 == 0
     assert scaling.groups(16, "outer")[1] == (1, 9)
     assert scaling.groups(16, "inner") == (tuple(range(8)), tuple(range(8, 16)))
@@ -190,8 +190,8 @@ def test_factors_are_those_of_the_matrices_that_are_sent_so() -> None:
     params = {"bias": jnp.zeros(512), "kernel": jnp.zeros((512, 256)), "small": jnp.zeros((4, 2))}
     factors = programs.factors(PowerSGD(("data",), 8, rank=4), params)
     assert factors == {1: 4 * (512 + 256)}
-    found = programs.counts([(512,), (512, 256), (4, 2)], factors)
-    assert (found["factor_values"], found["unfactored_values"]) == (3072, 520)
+    actual = programs.counts([(512,), (512, 256), (4, 2)], factors)
+    assert (actual["factor_values"], actual["unfactored_values"]) == (3072, 520)
 
 
 def test_sums_of_collectives() -> None:
@@ -200,32 +200,32 @@ def test_sums_of_collectives() -> None:
 
     every, hosts = [range(32)], [range(first, first + 8) for first in range(0, 32, 8)]
     across = [range(first, 32, 8) for first in range(8)]
-    found = [
+    actual = [
         one("all-reduce", every, 1, 5),
         one("all-gather", hosts, 2, 3),
         one("all-gather", across, 1, 7),
         one("all-reduce", every, 3, 1),
     ]
-    assert programs.summed(found, 32, 8) == [
+    assert programs.summed(actual, 32, 8) == [
         ["all-gather", "inner", "u8", 2, 6],
         ["all-gather", "outer", "u8", 1, 7],
         ["all-reduce", "all", "u8", 4, 8],
     ]
-    # Two phases send as much as one: 7 x 31 bytes.
+    # Two phases send as much as a single phase among all 32 devices: 31 x 31 bytes.
     phases = [one("all-gather", across, 1, 31), one("all-gather", hosts, 1, 124)]
     assert sum(each.sent_bytes for each in phases) == 31 * 31
     assert programs.summed(phases, 32, 1) == [["all-gather", "all", "u8", 2, 3 + 28]]
 
 
-def test_kept_rows_make_the_page() -> None:
-    kept = programs.load()
-    assert kept
-    assert (programs.FOLDER / "compression.md").read_text() == page.text(kept)
-    for found, _, ratio in page.wire_lines(kept):
-        assert 0.98 < ratio < 1 + page.WITHIN, (found["model"], found["method"])
-        if found["method"] not in ("float32", "powersgd rank 4", "dgc 0.1 %"):
-            assert wire.wide_share(found) < 0.02
-    assert all(abs(off) < 0.05 for off in scaling.off_by(kept).values())
+def test_saved_rows_make_the_page() -> None:
+    saved = programs.load()
+    assert saved
+    assert (programs.FOLDER / "compression.md").read_text() == page.text(saved)
+    for actual, _, ratio in page.wire_lines(saved):
+        assert 0.98 < ratio < 1 + page.WITHIN, (actual["model"], actual["method"])
+        if actual["method"] not in ("float32", "powersgd rank 4", "dgc 0.1 %"):
+            assert wire.wide_share(actual) < 0.02
+    assert all(abs(off) < 0.05 for off in scaling.off_by(saved).values())
 
 
 def test_docstrings() -> None:

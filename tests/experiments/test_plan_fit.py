@@ -1,4 +1,4 @@
-"""Constants of the network, fitted to runs whose constants are known."""
+"""The fit recovers known network constants from synthetic runs."""
 
 import dataclasses
 
@@ -16,23 +16,23 @@ GENERATIONS = {"v3": 1.0, "v4": 0.7}
 
 def samples(noise: float = 0.0) -> list[Sample]:
     random = np.random.default_rng(0)
-    found = []
+    actual = []
     for source, factor in FACTORS.items():
-        for place in range(5):
+        for index in range(5):
             links, hops, count = random.uniform((5, 0.1, 0.02), (60, 20, 2))
-            generation = "v4" if place % 2 else "v3"
+            generation = "v4" if index % 2 else "v3"
             sample = Sample(source, generation, 100.0, (links, hops, count), 1.0)
             time = factor * GENERATIONS[generation] * 100.0 + np.dot(sample.basis, NETWORK)
             time *= np.exp(noise * random.standard_normal())
-            found.append(dataclasses.replace(sample, measured=time))
-    return found
+            actual.append(dataclasses.replace(sample, measured=time))
+    return actual
 
 
-def test_known_constants_are_found() -> None:
-    found = fit.fit(samples())
-    np.testing.assert_allclose(found.network, NETWORK, rtol=0.02)  # pulled a little
-    assert found.factors == pytest.approx(FACTORS, rel=0.01)
-    assert found.generations == pytest.approx(GENERATIONS, rel=0.01)
+def test_known_constants_are_fitted() -> None:
+    actual = fit.fit(samples())
+    np.testing.assert_allclose(actual.network, NETWORK, rtol=0.02)  # the prior pulls a little
+    assert actual.factors == pytest.approx(FACTORS, rel=0.01)
+    assert actual.generations == pytest.approx(GENERATIONS, rel=0.01)
 
 
 def test_a_run_left_out_is_predicted_from_the_others() -> None:
@@ -40,7 +40,7 @@ def test_a_run_left_out_is_predicted_from_the_others() -> None:
     ratios = fit.leave_out_runs(runs)
     assert ratios[-1] is None
     np.testing.assert_allclose(np.asarray(ratios[:-1], float), 1.0, rtol=1e-3)
-    # With an error in each run, the run itself must not be in its own prediction.
+    # With an error in each run, a run must not influence its own prediction.
     noisy = samples(0.1)
     errors = np.log(np.asarray(fit.leave_out_runs(noisy), float))
     within = fit.fit(noisy)
@@ -50,7 +50,7 @@ def test_a_run_left_out_is_predicted_from_the_others() -> None:
 
 def test_a_source_left_out_has_the_median_factor_of_the_others() -> None:
     runs = samples()
-    medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # of the other two sources' factors
+    medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # of the factors of the other two sources
     expected = [
         (medians[run.source] * GENERATIONS[run.generation] * 100 + np.dot(run.basis, NETWORK))
         / run.measured
@@ -59,17 +59,17 @@ def test_a_source_left_out_has_the_median_factor_of_the_others() -> None:
     np.testing.assert_allclose(fit.leave_out_sources(runs), expected, rtol=0.02)
 
 
-def test_without_runs_that_tell_them_the_constants_of_the_network_stay() -> None:
+def test_without_runs_that_show_them_the_constants_of_the_network_stay() -> None:
     silent = [dataclasses.replace(each, basis=(0.0, 0.0, 0.0)) for each in samples()]
     expected = 1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6
     assert fit.fit(silent).network == pytest.approx(expected)
 
 
 def test_a_generation_left_out_is_an_average_one() -> None:
-    found = fit.fit(samples())
+    actual = fit.fit(samples())
     new = Sample("a", "v5e", 100.0, (0.0, 0.0, 0.0), 1.0)
-    assert found.seconds(new) == pytest.approx(0.9 * 0.7**0.5 * 100.0, rel=0.01)
-    # Without the first generation, the other one's computation is the sources' own.
+    assert actual.seconds(new) == pytest.approx(0.9 * 0.7**0.5 * 100.0, rel=0.01)
+    # Without the first generation, the other generation's factor merges with the sources'.
     others = fit.fit([run for run in samples() if run.generation == "v4"])
     assert others.generations == {"v4": 1.0}
     assert others.factors == pytest.approx(

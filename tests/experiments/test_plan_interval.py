@@ -1,4 +1,4 @@
-"""Intervals of plans, and their coverage of runs left out."""
+"""Intervals of plans and their coverage of left-out runs."""
 
 import dataclasses
 import doctest
@@ -15,7 +15,7 @@ from tests.experiments.test_plan_fit import samples
 
 
 def drawn(seed: int, programs: float, generations: float) -> list[Sample]:
-    """Runs of 8 programs on 4 generations, whose effects have these standard deviations."""
+    """Returns runs of 8 programs on 4 generations, whose effects have these standard deviations."""
     random = np.random.default_rng(seed)
     factors = np.exp(programs * random.standard_normal(8))
     speeds = np.exp(generations * random.standard_normal(4))
@@ -34,25 +34,25 @@ def drawn(seed: int, programs: float, generations: float) -> list[Sample]:
 
 def test_the_width_is_that_of_the_formula() -> None:
     runs = samples(0.05)
-    found = fit.fit(runs)
+    actual = fit.fit(runs)
 
     def squares(factors: dict[str, float], assumed: float) -> float:
         logs = np.log(list(factors.values()))
         return (math.log(assumed) ** 2 + ((logs - logs.mean()) ** 2).sum()) / len(logs)
 
-    errors = np.log([found.seconds(run) / run.measured for run in runs])
-    total = squares(dict(found.factors), 2.0) * 4 / 3 + (errors**2).sum() / 11
+    errors = np.log([actual.seconds(run) / run.measured for run in runs])
+    total = squares(dict(actual.factors), 2.0) * 4 / 3 + (errors**2).sum() / 11
     for is_seen in (True, False):
         if not is_seen:
-            total += squares(dict(found.generations), 1.25) * 3 / 2
+            total += squares(dict(actual.generations), 1.25) * 3 / 2
         expected = stats.t.ppf(0.95, 3) * total**0.5
-        assert math.log(interval.width(found, runs, is_seen)) == pytest.approx(expected)
+        assert math.log(interval.width(actual, runs, is_seen)) == pytest.approx(expected)
 
 
 def test_a_generation_without_runs_is_an_average_one() -> None:
     runs = samples()
-    found = fit.fit(runs)
-    seen, unseen = (interval.bounds(found, runs, version) for version in ("v4", "v6e"))
+    actual = fit.fit(runs)
+    seen, unseen = (interval.bounds(actual, runs, version) for version in ("v4", "v6e"))
     assert seen.middle.compute_factor == pytest.approx(1.1 * 0.7, rel=0.01)
     assert unseen.middle.compute_factor == pytest.approx(1.1 * 0.7**0.5, rel=0.01)
     widths = [each.high.compute_factor / each.low.compute_factor for each in (seen, unseen)]
@@ -61,12 +61,12 @@ def test_a_generation_without_runs_is_an_average_one() -> None:
 
 def test_every_time_is_scaled() -> None:
     runs = samples()
-    found = fit.fit(runs)
-    each = interval.bounds(found, runs, "v4")
-    by = interval.width(found, runs, True)
+    actual = fit.fit(runs)
+    each = interval.bounds(actual, runs, "v4")
+    by = interval.width(actual, runs, True)
     for constants, factor in ((each.low, 1 / by), (each.high, by)):
         assert constants.compute_factor == pytest.approx(each.middle.compute_factor * factor)
-        # At the upper end no faster than in the profile: these runs' hops are.
+        # The upper end is no faster than the profile, although these runs' hops are faster.
         slow = factor > 1
         hop = max(each.middle.hop_seconds, slow * PROFILE.hop_seconds)
         assert constants.hop_seconds == pytest.approx(hop * factor)
@@ -74,12 +74,12 @@ def test_every_time_is_scaled() -> None:
         assert constants.efficiency == pytest.approx(efficiency)
     run = runs[1]
     assert interval.seconds(each.middle, run) == pytest.approx(
-        found.factor * found.generations["v4"] * run.compute + found.network_seconds(run)
+        actual.factor * actual.generations["v4"] * run.compute + actual.network_seconds(run)
     )
 
 
 def test_nothing_of_what_is_left_out_is_used() -> None:
-    """A program and a generation that are far off widen every interval but their own."""
+    """A program or generation that is an outlier widens every interval except its own."""
     runs = samples(0.02)
     slow = [
         dataclasses.replace(run, measured=200 * run.measured) if run.source == "c" else run
@@ -98,7 +98,7 @@ def test_nothing_of_what_is_left_out_is_used() -> None:
     ):
         assert (before == after) == (run.generation == "v4")
     validation = interval.validate(slow)
-    assert validation.programs == (10, 15)  # c is outside
+    assert validation.programs == (10, 15)  # the runs of c are outside
     assert interval.validate(runs).programs == (15, 15)
 
 

@@ -1,4 +1,4 @@
-"""Runs on TPUs become points of the calibration. All runs here are synthetic."""
+"""TPU runs become points of the calibration; all runs here are synthetic."""
 
 import importlib.util
 import json
@@ -36,32 +36,32 @@ def workdir(
     finished: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Writes the files that a run on TPU v5e leaves, with rates that nobody measured."""
+    """Writes the files of a run on TPU v5e, with invented rates."""
     folder.mkdir()
-    found = cli.load_recipe("digits:batch=64")
-    found.update_from_flattened_dict(
+    actual = cli.load_recipe("digits:batch=64")
+    actual.update_from_flattened_dict(
         {
             "duration": f"{3 * updates if finished else 999} steps",
             "checkpoint.keep": 7,
             **(config or {}),
         }
     )
-    Workdir(folder).write_config(found)
+    Workdir(folder).write_config(actual)
     lines = [json.dumps(RECEIPT | dict(each)) for each in receipts]
     (folder / "run.jsonl").write_text("".join(line + "\n" for line in lines))
     (folder / "parameters.txt").write_text("total: 6 leaves, 17,226 values; decay: 3 leaves\n")
     records: list[dict[str, Any]] = [
         {
-            "step": (place + 1) * updates,
+            "step": (index + 1) * updates,
             "kind": "train",
             "updates": updates,
             "loss": 1.0,
             "learning_rate": 0.1,
-            "epoch": (place + 1) * updates * 64 / 1437,
+            "epoch": (index + 1) * updates * 64 / 1437,
             "seconds": 1.0,
             "examples_per_second": rate,
         }
-        for place, rate in enumerate((32_000.0, 64_000.0, 640.0))
+        for index, rate in enumerate((32_000.0, 64_000.0, 640.0))
     ]
     records.append(records[-1] | {"kind": "eval", "accuracy": 0.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
@@ -70,7 +70,7 @@ def workdir(
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder in the place of experiments/plan, without the file that the command generates."""
+    """A folder in place of experiments/plan, without the generated file."""
     folder = tmp_path / "plan"
     folder.mkdir()
     name = "calibration.md.j2"
@@ -87,39 +87,39 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
     assert (row.topology, row.updates, row.examples) == ("v5e-4", 90, 1437)
     assert row.seconds == pytest.approx(90 * 64 / 32_000)  # by the median rate
     assert row.program == "mlp of 17,226 parameters"
-    # The config makes the program again; what only says where files lie is left out.
-    config = row.part.config()
+    # The stored config gives the same program; keys that only name folders are left out.
+    config = row.phase.config()
     assert config.batch_size == 64 and config.checkpoint.keep == base_config().checkpoint.keep != 7
-    assert row.part.name == "mlp of 17,226 parameters, batch 64"
-    # A slice that the number of devices does not say is given, and must be of these TPUs.
+    assert row.phase.name == "mlp of 17,226 parameters, batch 64"
+    # If several slices have this number of devices, the slice must be given, and must have these TPUs.
     assert logged.of_workdir(tmp_path / "run", "2xv5e:1x2").topology == "2xv5e:1x2"
-    with pytest.raises(UserError, match="'TPU v5 lite' is a v5e, and v4-8 is a slice of v4"):
+    with pytest.raises(UserError, match="'TPU v5 lite'.* is a v5e, and v4-8 is a slice of v4"):
         logged.of_workdir(tmp_path / "run", "v4-8")
     (tmp_path / "run" / "parameters.txt").unlink()
-    with pytest.raises(UserError, match="parameters.txt has no line with the total"):
+    with pytest.raises(UserError, match="parameters.txt has no line with the total number"):
         logged.of_workdir(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"receipts": ({"device": "cpu"},)}, "trained on the device 'cpu'.*give a run on a TPU"),
-        ({"receipts": ({"device": "NVIDIA H200"},)}, "trained on the device 'NVIDIA H200'"),
-        (
-            {"receipts": ({"device": "TPU v99"},)},
-            "device 'TPU v99' is unknown; lamb_tpu knows TPU v2",
-        ),
+        ({"receipts": ({"device": "cpu"},)}, "device='cpu' is not a TPU; give a run on a TPU"),
+        ({"receipts": ({"device": "NVIDIA H200"},)}, "device='NVIDIA H200' is not a TPU"),
+        ({"receipts": ({"device": "TPU v99"},)}, "device 'TPU v99' is unknown; use TPU v2"),
         (
             {"receipts": ({"devices": 24, "mesh": {"data": 24}},)},
-            r"no one slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two slices",
+            r"no slice of v5e has 24 devices .*--topology, such as 2xv5e-12 for two",
         ),
-        ({"receipts": ({}, {"devices": 8})}, "was trained in starts with devices 4 and 8"),
+        ({"receipts": ({}, {"devices": 8})}, "was started with devices 4 and 8"),
         ({"receipts": ()}, "has an empty run.jsonl"),
         (
             {"receipts": ({"devices": "4"},)},
             "run.jsonl has no devices of type int; restore the file",
         ),
-        ({"receipts": ({"mesh": {"data": 2}},)}, r"mesh is \{'data': 2\}, and v5e-4 has 4 devices"),
+        (
+            {"receipts": ({"mesh": {"data": 2}},)},
+            r"mesh=\{'data': 2\} does not fit v5e-4, which has 4 devices",
+        ),
         ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
         ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
         (
@@ -144,7 +144,7 @@ def test_a_batch_that_changes(tmp_path: pathlib.Path) -> None:
     config.batch_rule = ConfigDict({"name": "noise_scale", "upper": 256, "interval": 1})
     config.accumulation_steps = 2
     Workdir(folder).write_config(config)
-    with pytest.raises(UserError, match="has a batch that changes, so its rates are of several"):
+    with pytest.raises(UserError, match="changes its batch, so its rates are those of several"):
         logged.of_workdir(folder)
 
 
@@ -158,14 +158,14 @@ def test_no_run(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("seconds", 0, "seconds is 0; it must be above 0 and finite"),
-        ("seconds", "1", "seconds is '1', which has the wrong type"),
-        ("updates", True, "updates is True, which has the wrong type"),
-        ("topology", "v5e-5", "cannot be planned: --topology is 'v5e-5'"),
+        ("seconds", 0, "seconds=0 is out of range; give a positive, finite"),
+        ("seconds", "1", "seconds='1' has the wrong type"),
+        ("updates", True, "updates=True has the wrong type"),
+        ("topology", "v5e-5", "cannot be planned: --topology='v5e-5'"),
         ("mesh", {"data": 3}, "has 4 devices"),
         ("config", {"batch_sice": 64}, "config has no batch_size"),
         ("config", {"batch_size": 64, "sead": 1}, "cannot be planned: config.sead is unknown"),
-        ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size is '64'"),
+        ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size='64'"),
         ("program", " ", "program is empty"),
         ("extra", 1, "extra is missing or unknown"),
     ],
@@ -197,26 +197,28 @@ def test_a_run_is_added_once(tmp_path: pathlib.Path, files: pathlib.Path) -> Non
 def test_a_run_joins_the_fit(
     tmp_path: pathlib.Path, files: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row, kept = logged.of_workdir(workdir(tmp_path / "run")), rows.load_kept()
-    command.add(row, kept, Cache(None))
+    row, saved = logged.of_workdir(workdir(tmp_path / "run")), rows.load_rows()
+    command.add(row, saved, Cache(None))
     printed = capsys.readouterr().out
     assert "added to logged.jsonl: mlp of 17,226 parameters, batch 64 on v5e-4, 2 ms" in printed
-    assert "which does not cover it" in printed  # these rates are far from a TPU's
+    assert "which does not cover it" in printed  # these rates are far from those of a TPU
     assert "fitted again to 32 runs" in printed and "unchanged" not in printed
     text = (files / "calibration.md").read_text()
     assert "32 runs of 9 programs on TPU v3, v4, v5e" in text
     assert "| lamb_tpu, mlp of 17,226 parameters | v5e-4 | 64 |" in text
-    assert row.part.key("v5e-4") in json.loads((files / "rows.json").read_text())
+    assert row.phase.key("v5e-4") in json.loads((files / "rows.json").read_text())
     made: dict[str, Calibrations] = {}
     exec(generated.PATH.read_text(), made)
     calibrated = made["CALIBRATED"]
     assert calibrated.fitted_to == "31 published and 1 logged runs on TPU v3, v4 and v5e"
     assert set(calibrated.known) == {"v3", "v4", "v5e"}
     assert calibrated.validation.programs[1] == 32
-    # The program is compiled for another mesh than that of the run.
+    # The program is compiled for a mesh that differs from the run's.
     other = logged.of_workdir(
         workdir(tmp_path / "other", receipts=({"mesh": {"data": 2, "model": 2}},), updates=31)
     )
-    message = r"the run has the mesh \{.*'model': 2\}, and its config compiled for v5e-4 has the"
+    message = (
+        r"mesh of the run is \{.*'model': 2\}, which differs from .* compiled for v5e-4, which has"
+    )
     with pytest.raises(UserError, match=message):
         command.add(other, {}, Cache(None))

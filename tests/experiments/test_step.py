@@ -1,4 +1,4 @@
-"""The networks of the benchmark of a step are recipes that train here."""
+"""The networks of the step benchmark train here as recipes."""
 
 import jax
 import numpy as np
@@ -53,10 +53,10 @@ def test_random_examples_are_the_same_in_each_run() -> None:
 def test_profile_has_every_operation_of_an_update() -> None:
     model = {"name": "mlp", "hidden_sizes": (512,), "num_classes": 10}
     update = step.ours(NETWORKS["LeNet-5"]._replace(model=model, batch=256))
-    whole, seconds = cpu_profile.profile(update)
-    assert seconds.keys() == set(cpu_profile.KINDS)
+    total, seconds = cpu_profile.profile(update)
+    assert seconds.keys() == set(cpu_profile.TYPES)
     assert seconds["products and sums"] > 0 and seconds["element-wise"] > 0
-    assert whole <= sum(seconds.values()) + 1e-9
+    assert total <= sum(seconds.values()) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_profile_has_every_operation_of_an_update() -> None:
         ("convert_add_fusion", "element-wise"),
     ],
 )
-def test_kinds(operation: str, kind: str) -> None:
+def test_types(operation: str, kind: str) -> None:
     assert cpu_profile.kind_of(operation) == kind

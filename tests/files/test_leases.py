@@ -1,4 +1,4 @@
-"""Locks in a bucket: one holder, who it is, and what becomes of a lock that was left behind."""
+"""Locks in a bucket: a single holder, renewal, and takeover of stale locks."""
 
 import datetime
 import json
@@ -13,6 +13,7 @@ import pytest
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, leases
 from tests import gcs
+from tests.raising import rejected
 
 NAME = "run/.lock"
 
@@ -22,11 +23,11 @@ def path(bucket: gcs.Store) -> pathlib.Path:
     return buckets.parse(f"gs://bucket/{NAME}", "--workdir")
 
 
-def test_second_holder_is_told_of_the_first(bucket: gcs.Store, path: pathlib.Path) -> None:
+def test_second_holder_error_names_the_first(bucket: gcs.Store, path: pathlib.Path) -> None:
     with leases.hold(path, "--workdir gs://bucket/run"):
-        who = f"process {os.getpid()} on .*, seen \\d s ago"
+        problem = f"is in use by another run (process {os.getpid()} on "
         with (
-            pytest.raises(UserError, match=rf"^--workdir gs://bucket/run is in use .*\({who}\)"),
+            rejected("--workdir gs://bucket/run", ..., problem, "wait until it ends"),
             leases.hold(path, "--workdir gs://bucket/run"),
         ):
             pass
@@ -36,37 +37,31 @@ def test_second_holder_is_told_of_the_first(bucket: gcs.Store, path: pathlib.Pat
         pass
 
 
-def test_lock_of_a_process_that_has_ended_is_taken_over(
-    bucket: gcs.Store, path: pathlib.Path
-) -> None:
+def test_lock_of_an_ended_process_is_taken_over(bucket: gcs.Store, path: pathlib.Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     left = {"host": "here", "process": ended.pid, "machine": leases._machine(), "token": "x"}
     bucket.write(NAME, json.dumps(left).encode())
     with leases.hold(path, "--workdir"):
         assert json.loads(bucket.text(NAME))["process"] == os.getpid()
-    # The number means nothing on another machine.
+    # The process id means nothing on another machine.
     bucket.write(NAME, json.dumps(left | {"machine": "other"}).encode())
-    with pytest.raises(UserError, match="in use by another run"), leases.hold(path, "--workdir"):
+    with rejected("--workdir", ..., "is in use by another run"), leases.hold(path, "--workdir"):
         pass
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"host": "far", "process": 7}'])
-def test_stale_lock_is_told_with_its_command(
-    bucket: gcs.Store, path: pathlib.Path, content: bytes
-) -> None:
+def test_stale_lock_has_a_command(bucket: gcs.Store, path: pathlib.Path, content: bytes) -> None:
     bucket.write(NAME, content)
     before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=3)
     bucket.date(NAME, before)
-    told = r"last seen 3 h ago; .* remove its lock with gcloud storage rm gs://bucket/run/.lock$"
-    with pytest.raises(UserError, match=told), leases.hold(path, "--workdir"):
+    problem, remedy = "last seen 3 h ago", "remove its lock with gcloud storage rm gs://bucket/run/"
+    with rejected("--workdir", ..., problem, remedy), leases.hold(path, "--workdir"):
         pass
     assert bucket.blobs[NAME].data == content
 
 
-def test_renewed_lock_is_young(
-    bucket: gcs.Store, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renewal(bucket: gcs.Store, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_RENEW_SECONDS", 0.01)
     with leases.hold(path, "--workdir"):
         generation, written = bucket.blobs[NAME].generation, threading.Event()
@@ -76,8 +71,8 @@ def test_renewed_lock_is_young(
                 written.set()
             return 0
 
-        bucket.refuse = see
-        for _ in range(2):  # the first is known to be written when the second is asked for
+        bucket.reject = see
+        for _ in range(2):  # a second request means that the first was answered
             assert written.wait(10)
             written.clear()
         assert bucket.blobs[NAME].generation > generation
@@ -85,23 +80,23 @@ def test_renewed_lock_is_young(
 
 
 @pytest.mark.parametrize("other", [None, b'{"token": "another"}'])
-def test_lost_lock_is_told_and_left(
+def test_lost_lock_is_reported_and_left(
     bucket: gcs.Store, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, other: bytes | None
 ) -> None:
     monkeypatch.setattr(leases, "_RENEW_SECONDS", 0.2)
-    told, lost = [], threading.Event()
+    output, lost = [], threading.Event()
 
-    def tell(error: UserError) -> None:
-        told.append(str(error))
+    def report(error: UserError) -> None:
+        output.append(str(error))
         lost.set()
 
-    with leases.hold(path, "--workdir", tell):
+    with leases.hold(path, "--workdir", report):
         if other is None:
             bucket.delete(NAME, {})
         else:
             bucket.write(NAME, other)
         assert lost.wait(10)
-    assert len(told) == 1 and told[0].startswith(f"the lock {path} was removed or taken over")
+    assert len(output) == 1 and output[0].startswith(f"the lock {path} was removed or taken over")
     assert bucket.names() == ([] if other is None else [NAME])
 
 
@@ -110,20 +105,33 @@ def test_bucket_that_does_not_answer_loses_nothing(
 ) -> None:
     lease = leases._Lease(path, "--workdir")
     lease.take()
-    bucket.refuse = lambda method, name: 403
+    bucket.reject = lambda method, name: 403
     assert lease.renew()
-    bucket.refuse = lambda method, name: 0
-    # An attempt that arrived without its answer: the generation is not the one that is known.
+    bucket.reject = lambda method, name: 0
+    # The request arrived, but its answer was lost: the generation differs from the known one.
     bucket.write(NAME, bucket.blobs[NAME].data)
     assert lease.renew() and lease._generation == bucket.blobs[NAME].generation
     lease.release()
     assert bucket.names() == []
 
 
-def test_no_permission_is_told(bucket: gcs.Store, path: pathlib.Path) -> None:
-    bucket.refuse = lambda method, name: 403
+def test_missing_permission_is_reported(bucket: gcs.Store, path: pathlib.Path) -> None:
+    bucket.reject = lambda method, name: 403
     with (
-        pytest.raises(UserError, match=r"^--workdir x cannot be locked \(no permission: .*refused"),
+        rejected("--workdir x", ..., "cannot be locked (no permission:  is refused)"),
         leases.hold(path, "--workdir x"),
     ):
         pass
+
+
+def test_release_does_not_wait_for_a_renewal(
+    bucket: gcs.Store, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(buckets, "REPORT_SECONDS", 0.1)
+    begun, answered = threading.Event(), threading.Event()
+    monkeypatch.setattr(leases._Lease, "renew", lambda lease: begun.set() or answered.wait(60))
+    with leases.hold(path, "--workdir"):
+        assert begun.wait(10)
+    assert not answered.is_set() and bucket.names() == []
+    answered.set()

@@ -1,19 +1,18 @@
-"""A lock keeps a second process out and is free again when its holder ends."""
+"""A lock keeps a second process out and is freed when its holder ends."""
 
 import pathlib
 import subprocess
 import sys
 import threading
 
-import pytest
-
 from lamb_tpu.errors import UserError
 from lamb_tpu.files import locks
+from tests.raising import rejected
 
 HOLDER = """
 import pathlib, sys
 from lamb_tpu.files import locks
-with locks.hold(pathlib.Path(sys.argv[1]), "held"):
+with locks.hold(pathlib.Path(sys.argv[1])):
     print("holds", flush=True)
     sys.stdin.read()
 """
@@ -25,11 +24,12 @@ def test_hold(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert other.stdout is not None and other.stdout.readline() == b"holds\n"
-    with pytest.raises(UserError, match=r"^it is taken$"), locks.hold(path, "it is taken"):
+    taken = UserError("it", ..., "is taken", "wait")
+    with rejected("it", ..., "is taken", "wait"), locks.hold(path, taken):
         pass
     other.kill()
     other.communicate()
-    with locks.hold(path, "it is taken"):
+    with locks.hold(path, taken):
         pass
 
 

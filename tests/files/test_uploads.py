@@ -1,4 +1,4 @@
-"""Files that grow on this machine and are replaced in a bucket."""
+"""Files that grow, with copies in a bucket that are replaced."""
 
 import pathlib
 
@@ -36,15 +36,15 @@ def test_lines_are_uploaded_when_due_and_at_the_end(
     assert bucket.text("run/metrics.jsonl") == "0\n1\n2\n3\n4\n"
 
 
-def test_upload_that_fails_is_told_once(bucket: gcs.Store, path: pathlib.Path) -> None:
-    told: list[UserError] = []
-    lines = writing.LineFile(path, told.append)
+def test_failed_upload_is_reported_once(bucket: gcs.Store, path: pathlib.Path) -> None:
+    output: list[UserError] = []
+    lines = writing.LineFile(path, output.append)
     lines.write("1")
-    bucket.refuse = lambda method, name: 403 * (method == "POST")
+    bucket.reject = lambda method, name: 403 * (method == "POST")
     lines.flush()
     lines.write("2")
     lines.close()
-    assert [str(error).partition("(")[0] for error in told] == [f"{path} cannot be written "]
+    assert [str(error).partition("(")[0] for error in output] == [f"{path} cannot be written "]
 
 
 def test_temporary_folder_is_removed(path: pathlib.Path) -> None:

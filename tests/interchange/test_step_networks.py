@@ -1,4 +1,4 @@
-"""PyTorch's networks of the benchmark of a step on a CPU have as many parameters as ours."""
+"""Tests that the PyTorch networks of the CPU benchmark have as many parameters as our networks."""
 
 import math
 

@@ -1,6 +1,7 @@
-"""Weights give the same logits here and in timm or torchvision, by as many products.
+"""Tests that the same weights give the same logits here and in timm or torchvision.
 
-Run by `make test-interchange`; skipped where PyTorch and timm are not installed.
+The networks must also have the same numbers of parameters and multiply-adds. `make
+test-interchange` runs these tests; they are skipped without PyTorch, timm and torchvision.
 """
 
 import pathlib
@@ -23,17 +24,18 @@ from lamb_tpu.models.convert import NETWORKS, from_timm  # noqa: E402
 from lamb_tpu.models.listing import describe  # noqa: E402
 from lamb_tpu.run.weights import open_weights  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.data.images.pictures import encode, smooth  # noqa: E402
+from tests.data.images.photographs import encode, smooth  # noqa: E402
 
-# Of TensorFlow's padding an odd and an even size differ at each of five strides.
+# One side of the images is odd and the other even: TensorFlow pads the two sides differently at each
+# of five strided layers.
 IMAGES = np.random.default_rng(0).uniform(-2, 2, (3, 75, 90, 3)).astype(np.float32)
 
 
 def randomised(network: Any) -> Any:
-    """Random weights of a size that keeps activations near 1, and BatchNorm's own statistics.
+    """Randomises a network's weights, with BatchNorm statistics that keep activations near 1.
 
-    Those are a batch's, changed a little: with others activations would grow or vanish from layer
-    to layer, and the logits with them.
+    The statistics are those of a batch, slightly changed. Otherwise activations, and so the logits,
+    would grow or vanish from layer to layer.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -63,7 +65,7 @@ def assert_agree(network: Any, name: str, tensors: Any) -> None:
     model = models.build(NETWORKS[name], num_classes=theirs.shape[-1])
     variables = from_timm(name, tensors)
     ours = jax.jit(lambda v, x: model.apply(v, x, train=False)[0])(variables, IMAGES)
-    assert 0.05 < np.std(theirs, 0).mean() < 10  # images are told apart
+    assert 0.05 < np.std(theirs, 0).mean() < 10  # logits differ between images
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
@@ -88,11 +90,11 @@ def test_logits_are_those_of_torchvision(name: str, tmp_path: pathlib.Path) -> N
 @pytest.mark.parametrize("name", NETWORKS)
 def test_multiply_adds_and_parameters(name: str) -> None:
     ours = describe(NETWORKS[name])
-    found = []
+    actual = []
 
     def count(layer: Any, inputs: Any, output: Any) -> None:
         del inputs
-        found.append(output[0].numel() * layer.weight[0].numel())
+        actual.append(output[0].numel() * layer.weight[0].numel())
 
     with torch.device("meta"):
         network = timm.create_model(name).eval()
@@ -100,7 +102,7 @@ def test_multiply_adds_and_parameters(name: str) -> None:
             if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
                 layer.register_forward_hook(count)
         network(torch.zeros(1, 3, *ours.input_shape[:2]))
-    assert ours.multiply_adds == sum(found)
+    assert ours.multiply_adds == sum(actual)
     assert ours.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
@@ -117,21 +119,21 @@ def test_folder_that_timm_writes(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tf_efficientnet_b0", "resnet50"])
-def test_timm_reads_what_is_written_here(name: str, tmp_path: pathlib.Path) -> None:
+def test_timm_reads_our_files(name: str, tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)
     network = randomised(timm.create_model(name, num_classes=11))
     timm.models.save_for_hf(network, tmp_path / "theirs", safe_serialization=True)
     export(tmp_path / "theirs", tmp_path / "ours")
     read = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
-    for (item, found), (other, expected) in zip(
+    for (item, actual), (other, expected) in zip(
         read.state_dict().items(), network.state_dict().items(), strict=True
     ):
         assert item == other
         if not item.endswith("num_batches_tracked"):
-            np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=item)
-    pictures = timm.data.resolve_model_data_config(read)
+            np.testing.assert_array_equal(actual.numpy(), expected.numpy(), err_msg=item)
+    photographs = timm.data.resolve_model_data_config(read)
     for kind in ("mean", "std"):
-        np.testing.assert_allclose(pictures[kind], network.pretrained_cfg[kind], atol=1e-5)
+        np.testing.assert_allclose(photographs[kind], network.pretrained_cfg[kind], atol=1e-5)
 
 
 def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
@@ -153,10 +155,10 @@ def test_timm_reads_a_run(tmp_path: pathlib.Path) -> None:
     export(tmp_path / "run", tmp_path / "out")
     read = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     variables = open_weights(str(tmp_path / "run"), "--workdir").variables()
-    found = from_timm("resnet18", read.state_dict())
-    jax.tree.map(np.testing.assert_array_equal, found, variables)
-    pictures = timm.data.resolve_model_data_config(read)
-    assert tuple(pictures["input_size"]) == (3, 75, 75) and pictures["crop_pct"] == 0.9
-    assert pictures["interpolation"] == "bilinear"
-    np.testing.assert_allclose(pictures["mean"], [100 / 255] * 3)
-    np.testing.assert_allclose(pictures["std"], [0.2] * 3)
+    actual = from_timm("resnet18", read.state_dict())
+    jax.tree.map(np.testing.assert_array_equal, actual, variables)
+    photographs = timm.data.resolve_model_data_config(read)
+    assert tuple(photographs["input_size"]) == (3, 75, 75) and photographs["crop_pct"] == 0.9
+    assert photographs["interpolation"] == "bilinear"
+    np.testing.assert_allclose(photographs["mean"], [100 / 255] * 3)
+    np.testing.assert_allclose(photographs["std"], [0.2] * 3)

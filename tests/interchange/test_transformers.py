@@ -1,6 +1,6 @@
-"""Weights give the same numbers here and in Hugging Face's transformers.
+"""Tests that the same weights give the same outputs here and in Hugging Face's transformers.
 
-Run by `make test-interchange`; skipped where PyTorch and transformers are not installed.
+`make test-interchange` runs these tests; they are skipped without PyTorch and transformers.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ REAL = INPUTS["attention_mask"] > 0
 
 
 def random_params(config: BertConfig) -> Any:
-    """Larger than first values, so that attention is far from uniform and biases count."""
+    """Draws large parameters, so that attention is far from uniform and biases matter."""
     rng = np.random.default_rng(1)
     init = config.module().init
     shapes = jax.eval_shape(lambda x: init(jax.random.key(0), x, train=False), INPUTS)["params"]
@@ -65,14 +65,14 @@ def theirs(network: Any) -> dict[str, np.ndarray]:
     inputs = {name: torch.from_numpy(value) for name, value in INPUTS.items()}
     with torch.no_grad():
         outputs = network.eval()(**inputs, output_hidden_states=True)
-    found = {names[k]: v.numpy() for k, v in outputs.items() if k in names}
-    return {"hidden": outputs.hidden_states[-1].numpy(), **found}
+    actual = {names[k]: v.numpy() for k, v in outputs.items() if k in names}
+    return {"hidden": outputs.hidden_states[-1].numpy(), **actual}
 
 
 def assert_agree(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     assert set(one) == set(other)
     for name, value in one.items():
-        # At padding every implementation may do as it likes.
+        # Outputs at padding positions may differ between implementations.
         places = ... if name == "nsp_logits" else REAL
         assert np.std(value[places]) > 0.1
         np.testing.assert_allclose(value[places], other[name][places], atol=1e-4, err_msg=name)

@@ -1,8 +1,9 @@
-"""A cloud on this machine: a gcloud that notes its calls and really runs what it is to run.
+"""A simulated cloud: a fake gcloud that records its calls and runs the commands for hosts.
 
-Each host is a folder, the home folder of the commands that `gcloud ... ssh` runs there by bash, as
-the shell of a host does. Their `python3 -m uv` makes an environment whose Python notes its
-arguments and ends with the statuses that the test has put down.
+Each host is a folder. `gcloud ... ssh` runs commands with bash in that folder, which is also the home
+folder.
+`python3 -m uv` creates an environment whose Python records its arguments and exits with the
+statuses that the test has set.
 """
 
 import json
@@ -13,7 +14,7 @@ import stat
 import subprocess
 import sys
 
-# A path with a space cannot follow #!, so sh starts Python with this file. To Python, the lines for
+# #! does not support a path with a space, so sh runs this file with Python. To Python, the lines for
 # sh are a string.
 _HEAD = f"""#!/bin/sh
 ''':'
@@ -34,18 +35,25 @@ options = dict(item.split("=", 1) for item in argv if item.startswith("--") and 
 hosts = sorted(path for path in cloud.glob("host*"))
 if options.get("--worker") == "0":
     hosts = hosts[:1]
-if "describe" in argv:
+if argv[:2] in (["compute", "ssh"], ["compute", "scp"]):  # one instance, by its name
+    words = [item for item in argv[2:] if not item.startswith("--")]
+    name = words[-1].partition(":")[0]
+    hosts = [host for host in hosts if host.name == name] or hosts
+if "list-instances" in argv:
+    print("\n".join(host.name for host in hosts[::-1]))
+elif argv[:2] == ["projects", "describe"]:
+    print("1234567")
+elif "describe" in argv:
     states = (cloud / "states").read_text().split()
     (cloud / "states").write_text("\n".join(states[1:]))
     print(states[0])
 elif "scp" in argv:
-    name, target = argv[argv.index("scp") + 1], argv[argv.index("scp") + 2]
-    assert target.endswith(":")
+    name, target = [item for item in argv[argv.index("scp") + 1 :] if not item.startswith("--")]
     for host in hosts:
-        shutil.copy(name, host / name)
+        shutil.copy(name, host / (target.partition(":")[2] or name))
 elif "ssh" in argv:
     for host in hosts:
-        # As gcloud and ssh pass a command on.
+        # gcloud and ssh pass a command on in this way.
         text = " ".join(options["--command"].split(" "))
         status = subprocess.run(
             ["bash", "-c", text], cwd=host, env={**os.environ, "HOME": str(host)}
@@ -69,6 +77,9 @@ _TRAIN = (
 home = pathlib.Path(os.environ["HOME"])
 with open(home / "argv.jsonl", "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\n")
+names = ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]
+variables = {name: os.environ[name] for name in names if name in os.environ}
+(home / "variables.json").write_text(json.dumps(variables))
 print("training", flush=True)
 if (home / "waits").exists():
     while not (home / "goes_on").exists():
@@ -81,16 +92,35 @@ sys.exit(int(statuses[0]))
 _DOCKER = (
     _HEAD
     + r"""
-with open(pathlib.Path(os.environ["HOME"], "docker.jsonl"), "a") as file:
+here = "build" in sys.argv or "push" in sys.argv  # on this machine, not on a host
+with open(pathlib.Path(os.environ["CLOUD" if here else "HOME"], "docker.jsonl"), "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\n")
+if "build" in sys.argv:  # unpack the files, which come as a tar on stdin
+    context = pathlib.Path(os.environ["CLOUD"], "context")
+    context.mkdir()
+    sys.exit(subprocess.run(["tar", "-xf", "-", "-C", context]).returncode)
+"""
+)
+# Only records its calls.
+_KUBECTL = (
+    _HEAD
+    + r"""
+cloud = pathlib.Path(os.environ["CLOUD"])
+with open(cloud / "kubectl.jsonl", "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\n")
 """
 )
+# Stands in for uv's installer, which `curl ... | sh` runs.
+_CURL = """#!/bin/bash
+echo 'mkdir -p ~/.local/bin && cp "$CLOUD/bin/python3" ~/.local/bin/uv'
+"""
+_HOSTNAME = '#!/bin/bash\nbasename "$HOME"\n'
 _SUDO = '#!/bin/bash\nexec "$@"\n'
 _SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"
 
 
 def checkout(folder: pathlib.Path) -> pathlib.Path:
-    """Makes a git checkout of one file; returns the path at which `tpu_vm` would lie in it."""
+    """Creates a git checkout with one file; returns the path of `local_steps` in it."""
     for arguments in (["init"], ["add", "."], ["commit", "-m", "x"]):
         (folder / "code.py").write_text("1\n")
         subprocess.run(
@@ -99,14 +129,14 @@ def checkout(folder: pathlib.Path) -> pathlib.Path:
             check=True,
             capture_output=True,
         )
-    return folder / "lamb_tpu" / "launch" / "tpu_vm.py"
+    return folder / "lamb_tpu" / "launch" / "local_steps.py"
 
 
 class Cloud:
-    """A folder of hosts, with programs to be found before others.
+    """A folder of hosts, with fake programs that come first in PATH.
 
     Args:
-      folder: folder to be made.
+      folder: folder to create.
       hosts: number of hosts.
     """
 
@@ -119,7 +149,10 @@ class Cloud:
         self.write_program("python3", _PYTHON3)
         self.write_program("train", _TRAIN)
         self.write_program("docker", _DOCKER)
+        self.write_program("kubectl", _KUBECTL)
         self.write_program("sudo", _SUDO)
+        self.write_program("curl", _CURL)
+        self.write_program("hostname", _HOSTNAME)
         self.write_program("sleep", _SLEEP)
         self.environment = {
             "CLOUD": str(folder),
@@ -127,23 +160,24 @@ class Cloud:
         }
 
     def write_program(self, name: str, text: str) -> None:
-        """Puts a program into the folder that is searched first."""
+        """Writes a program to the folder that comes first in PATH."""
         path = self.folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def calls(self) -> list[list[str]]:
-        """The arguments of each call of gcloud."""
         return read(self.folder / "calls.jsonl")
 
+    def called(self, program: str) -> list[list[str]]:
+        return read(self.folder / f"{program}.jsonl")
+
     def trained(self, host: int = 0) -> list[list[str]]:
-        """The arguments of each start of training on a host, behind those of Python."""
+        """Returns the arguments of each start of training on a host, without those of Python."""
         starts = read(self.hosts[host] / "argv.jsonl")
         assert all(start[:3] == ["-u", "-m", "lamb_tpu.train"] for start in starts)
         return [start[3:] for start in starts]
 
 
 def read(path: pathlib.Path) -> list[list[str]]:
-    """The lines of a file of lists."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

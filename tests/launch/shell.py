@@ -1,4 +1,4 @@
-"""Checks of shell text: bash's own, and those of shellcheck where it is installed."""
+"""Checks shell scripts with bash and, if it is installed, with shellcheck."""
 
 import pathlib
 import shutil
@@ -7,18 +7,18 @@ import sysconfig
 
 import pytest
 
-# Expressions in single quotes are for another shell, which is to expand them.
+# Warns about expressions in single quotes; here, the shell of a host expands them.
 _EXCLUDED = "SC2016"
 
 
 def parsed(text: str) -> None:
-    """Fails where bash cannot read the text."""
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), text
 
 
 def checked(text: str) -> None:
-    """Fails where shellcheck finds anything; skips the test where it is not installed."""
+    """Fails if bash or shellcheck reports anything; skips the test if shellcheck is missing."""
+    parsed(text)
     scripts = sysconfig.get_path("scripts")
     program = shutil.which("shellcheck", path=scripts) or shutil.which("shellcheck")
     if program is None:

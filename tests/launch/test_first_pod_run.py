@@ -1,4 +1,4 @@
-"""The page of a first pod run repeats what the commands print, and calculates with it."""
+"""first_pod_run.md shows the output of its commands, and the numbers in its text follow from it."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import pytest
 from configs import bert_pretrain
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.launch import __main__ as launch
-from lamb_tpu.launch import tpu_vm
+from lamb_tpu.launch import local_steps
 from tests.launch import shell
 from tests.tiny import ROOT, unbroken
 
@@ -19,34 +19,34 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed_after(command: str) -> tuple[str, str]:
-    """A command's block and the block of what it prints."""
-    (found,) = (
+    """Returns the block of a command and the block of its output."""
+    (actual,) = (
         (block, BLOCKS[number + 1][1])
         for number, (kind, block) in enumerate(BLOCKS)
         if kind == "sh" and f"python -m {command}" in block and BLOCKS[number + 1][0] == "text"
     )
-    return found
+    return actual
 
 
-def test_steps_are_those_that_the_command_prints(
+def test_steps_match_the_output_of_the_command(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, shown = printed_after("lamb_tpu.launch queued-resource")
+    block, shown = printed_after("lamb_tpu.launch compute")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
-    monkeypatch.setattr(tpu_vm, "uncommitted", lambda: False)
+    monkeypatch.setattr(local_steps, "uncommitted", lambda: False)
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout, whose code could be copied")
     _, arguments = block.replace("\\\n", " ").split("lamb_tpu.launch ")
     assert launch.main(shlex.split(arguments)) == 0
     assert capsys.readouterr().out == shown
     titles = dict(re.findall(r"^# (\d+)\. (.*)$", shown, re.MULTILINE))
-    # Steps that the prose names by their numbers.
+    # The prose refers to these steps by number.
     for number, title in (
-        ("4", "wait until"),
-        ("8", "start the run"),
-        ("9", "show the output"),
-        ("10", "fetch the workdir"),
+        ("6", "wait until"),
+        ("12", "start the run"),
+        ("13", "show the output"),
+        ("14", "fetch the workdir"),
     ):
         assert titles[number].startswith(title) and re.search(rf"[Ss]tep[ =]{number}\b", PAGE)
 
@@ -71,6 +71,6 @@ def test_cost_follows_from_the_plan() -> None:
     chip_hours = re.search(r"([\d,]+) chip-hours", plan)[1]
     assert float(chip_hours) == pytest.approx(chips * hours, rel=0.01)
     text = PAGE.replace("\n", " ")
-    assert f"{updates:,} updates take {hours:.1f} hours on {chips:,} chips" in text
+    assert f"{updates:,} updates take {hours:.2f} hours on {chips:,} chips" in text
     assert f"which is {chip_hours} chip-hours" in text
     assert f"{chips} * ({updates} * {longest / 1e3:g} / 3600 + 1) * price" in text

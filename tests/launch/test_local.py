@@ -1,4 +1,4 @@
-"""Several processes of one run here, none of which outlives the launcher."""
+"""Several processes of one run on this machine, none of which outlives the launcher."""
 
 import os
 import pathlib
@@ -13,23 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lamb_tpu.cluster import signals
 from lamb_tpu.launch import local
 from lamb_tpu.store.metrics import read_records
 from tests import tiny
+from tests.raising import rejected
 
 
 @pytest.fixture(autouse=True)
 def _temporary_logs(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher's own folders do not stay behind, of a process or of this one."""
+    """Puts the temporary folders of the launcher, in this and in other processes, into tmp_path."""
     folder = str(tmp_path_factory.mktemp("logs"))
     monkeypatch.setenv("TMPDIR", folder)
     monkeypatch.setattr(tempfile, "tempdir", folder)
 
 
 def start(*flags: str, mode: str, folder: pathlib.Path, processes: int = 2) -> subprocess.Popen:
-    """The launcher with processes that run a mode of tests/worker.py."""
+    """Starts the launcher with processes that run a mode of tests/worker.py."""
     return tiny.start(
         "lamb_tpu.launch",
         "local",
@@ -53,20 +55,13 @@ def finish(process: subprocess.Popen, within: float = 60) -> SimpleNamespace:
 
 
 def alive(folder: pathlib.Path) -> list[int]:
-    """Returns the processes noted in the folder that are still there."""
-    found = []
-    for path in folder.iterdir():
-        try:
-            state = pathlib.Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()
-        except FileNotFoundError:
-            continue
-        if state[0] != "Z":
-            found.append(int(path.name))
-    return found
+    """Returns the processes registered in the folder that are still running."""
+    processes = [int(path.name) for path in folder.iterdir()]
+    return [process for process in processes if not tiny.has_ended(process, 0.01)]
 
 
 def wait_for(folder: pathlib.Path, count: int) -> None:
-    """Until so many processes have written themselves down."""
+    """Waits until `count` processes have registered in the folder."""
     deadline = time.monotonic() + 30
     while len(list(folder.iterdir())) < count:
         assert time.monotonic() < deadline
@@ -77,10 +72,10 @@ def test_all_reduce_over_two_processes(tmp_path: pathlib.Path) -> None:
     process = start("--devices-per-process=2", mode="all_reduce", folder=tmp_path)
     done = finish(process)
     assert done.status == 0, done.err
-    # Two devices of process 0 give 1 each, two of process 1 give 2 each.
+    # The two devices of process 0 contribute 1 each, those of process 1 contribute 2 each.
     assert "process 0 of 2, 4 devices: 6.0" in done.out
     assert "process 1 of 2" not in done.out
-    pattern = done.err.partition("output of the others: ")[2].splitlines()[0]
+    pattern = done.err.partition("output of the other processes: ")[2].splitlines()[0]
     log = pathlib.Path(pattern.replace("*", "1"))
     assert "process 1 of 2, 4 devices: 6.0" in log.read_text()
 
@@ -88,7 +83,7 @@ def test_all_reduce_over_two_processes(tmp_path: pathlib.Path) -> None:
 def test_one_process_alone(tmp_path: pathlib.Path) -> None:
     done = finish(start("--devices-per-process=3", mode="all_reduce", folder=tmp_path, processes=1))
     assert done.status == 0 and "process 0 of 1, 3 devices: 3.0" in done.out, done.err
-    assert "output of the others" not in done.err
+    assert "output of the other processes" not in done.err
 
 
 def test_failure_of_one_ends_all_and_is_shown(tmp_path: pathlib.Path) -> None:
@@ -96,16 +91,16 @@ def test_failure_of_one_ends_all_and_is_shown(tmp_path: pathlib.Path) -> None:
     assert done.status == 3
     assert "launch: process 1 ended with status 3" in done.err
     assert "  | line 30\n" in done.err and "  | line 11\n" in done.err
-    assert "| line 10\n" not in done.err  # the last 20 lines
+    assert "| line 10\n" not in done.err  # only the last 20 lines are shown
     assert len(list(tmp_path.iterdir())) == 6 and not alive(tmp_path)
     assert "killing" not in done.err and done.seconds < 10  # SIGTERM was enough
 
 
-def test_what_a_process_writes_at_once_is_of_this_start(
+def test_the_first_output_belongs_to_this_start(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Late(subprocess.Popen):
-        """A process that has ended before its parent goes on."""
+        """A process that ends before its parent continues."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -122,7 +117,7 @@ def test_abort_of_another_is_not_the_cause(tmp_path: pathlib.Path) -> None:
     done = finish(start(mode="abort", folder=tmp_path))
     assert done.status == 128 + signal.SIGABRT
     assert "process 1 was ended by SIGABRT" in done.err and "  | the reason\n" in done.err
-    assert "0x1 function" not in done.err  # pages of a stack without a meaning to anyone
+    assert "0x1 function" not in done.err  # the stack trace is left out
 
     def ended(index: int, status: int | None) -> local._Process:
         popen = SimpleNamespace(returncode=status, poll=lambda: status, pid=None)
@@ -140,11 +135,11 @@ def test_process_that_ignores_sigterm_is_killed(tmp_path: pathlib.Path) -> None:
     assert done.status == 3
     assert "killing process 0, which did not end in time" in done.err
     assert not alive(tmp_path)
-    assert done.seconds < 12  # and not the 60 s that are for a save
+    assert done.seconds < 12  # not the 60 s of grace for a save
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_goes_to_all_and_is_waited_for(tmp_path: pathlib.Path, number: int) -> None:
+def test_a_signal_goes_to_all_processes(tmp_path: pathlib.Path, number: int) -> None:
     process = start(mode="save", folder=tmp_path)
     wait_for(tmp_path, 2)
     process.send_signal(number)
@@ -157,14 +152,14 @@ def test_signal_goes_to_all_and_is_waited_for(tmp_path: pathlib.Path, number: in
 
 @pytest.mark.long
 def test_preempted_processes_may_save(tmp_path: pathlib.Path) -> None:
-    """Longer than the others of one that fails may live on."""
+    """Preempted processes have more time than processes whose peer failed."""
     done = finish(start(mode="preempted", folder=tmp_path))
     assert done.status == os.EX_TEMPFAIL and done.seconds > 4
     assert "launch: preempted; start the same command again to resume" in done.err
     assert "killing" not in done.err and "ended with status" not in done.err
 
 
-def test_preempted_before_they_could_listen(tmp_path: pathlib.Path) -> None:
+def test_preempted_before_handlers_are_installed(tmp_path: pathlib.Path) -> None:
     process = start(mode="fail", folder=tmp_path, processes=1)
     wait_for(tmp_path, 2)
     process.send_signal(signal.SIGTERM)
@@ -172,12 +167,12 @@ def test_preempted_before_they_could_listen(tmp_path: pathlib.Path) -> None:
     assert done.status == os.EX_TEMPFAIL and "launch: preempted; start" in done.err
 
 
-def test_failure_counts_more_than_a_preemption(tmp_path: pathlib.Path) -> None:
+def test_a_failure_outranks_a_preemption(tmp_path: pathlib.Path) -> None:
     done = finish(start(mode="fail_at_the_end", folder=tmp_path))
     assert done.status == 3 and "process 1 ended with status 3" in done.err
 
 
-def test_signal_has_a_bound(tmp_path: pathlib.Path) -> None:
+def test_processes_are_killed_after_the_grace_time(tmp_path: pathlib.Path) -> None:
     process = start("--grace-seconds=1", mode="deaf", folder=tmp_path)
     wait_for(tmp_path, 2)
     process.send_signal(signal.SIGTERM)
@@ -211,8 +206,45 @@ def test_killed_launcher_leaves_no_process(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_process_that_leaves_does_not_wait_for_the_others(tmp_path: pathlib.Path) -> None:
-    """Its status is the launcher's; an ordinary exit would hang and be aborted."""
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("receiver", ["all", "compiling", "waiting"])
+def test_a_signal_before_the_first_save(
+    tmp_path: pathlib.Path, number: signal.Signals, status: int, receiver: str
+) -> None:
+    """One process compiles and the other waits for it; both end soon and without an error."""
+    process = tiny.start(
+        "lamb_tpu.launch",
+        "local",
+        "--processes=2",
+        "--module=tests.deaf",
+        "--",
+        f"--folder={tmp_path}",
+    )
+    wait_for(tmp_path, 2)
+    time.sleep(1)
+    if receiver == "all":
+        process.send_signal(number)
+    else:
+        os.kill(of_process(process.pid, 0 if receiver == "compiling" else 1), number)
+    done = finish(process)
+    # The other process receives no signal, but learns of the preemption from this one.
+    assert done.status in (status, os.EX_TEMPFAIL), done.err
+    assert receiver != "all" or done.status == status
+    assert done.seconds < 25 and "killing" not in done.err and "Traceback" not in done.err
+    assert not alive(tmp_path)
+
+
+def of_process(launcher: int, index: int) -> int:
+    for child in pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        environment = pathlib.Path(f"/proc/{child}/environ").read_text().split("\0")
+        if f"JAX_PROCESS_ID={index}" in environment:
+            return int(child)
+    raise AssertionError("there is no such process")
+
+
+@pytest.mark.long
+def test_a_process_exits_without_waiting_for_others(tmp_path: pathlib.Path) -> None:
+    """The status of this process becomes the launcher's; an ordinary exit would hang and be aborted."""
     done = finish(start(mode="leave", folder=tmp_path))
     assert done.status == 3 and "  | the reason\n" in done.err
     assert not alive(tmp_path)
@@ -221,8 +253,8 @@ def test_process_that_leaves_does_not_wait_for_the_others(tmp_path: pathlib.Path
 @pytest.mark.long
 def test_stopped_process_ends_the_others(tmp_path: pathlib.Path) -> None:
     done = finish(start(mode="stop", folder=tmp_path))
-    assert done.status == 128 + signal.SIGABRT
-    assert "process 0 was ended by SIGABRT; its output is above" in done.err
+    assert done.status == signals.LOST_PEER
+    assert f"process 0 ended with status {signals.LOST_PEER}; its output is above" in done.err
     assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in done.err
     assert not alive(tmp_path)
 
@@ -230,33 +262,11 @@ def test_stopped_process_ends_the_others(tmp_path: pathlib.Path) -> None:
 def test_hanging_process_ends_the_others(tmp_path: pathlib.Path) -> None:
     done = finish(start(mode="hang", folder=tmp_path))
     assert done.status == 1
-    assert "has come no further in 2 s since update 7" in done.err
+    assert "has made no progress in 2 s since update 7" in done.err
     assert not alive(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "the arguments of lamb_tpu.train are missing: put them after --"),
-        (["--processes=0", "--", "x"], "argument --processes: 0 is not at least 1"),
-        (["--devices-per-process=0", "--", "x"], "argument --devices-per-process: 0 is not"),
-        (["--grace-seconds=-1", "--", "x"], "argument --grace-seconds: -1.0 is not at least 0"),
-        (["--processes=two", "--", "x"], "argument --processes: 'two' is no whole number"),
-        (["--module=lamb_tpu.trane", "--", "x"], "there is no such module"),
-        (["--config=c.py"], "unrecognized arguments: --config=c.py"),
-        (["--", "--workdir=/dev/null/x"], "--workdir /dev/null/x cannot be written"),
-    ],
-)
-def test_mistake(arguments: list[str], message: str) -> None:
-    done = tiny.command("lamb_tpu.launch", "local", *arguments)
-    assert done.returncode == 2 and not done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and message in line
-
-
-def test_logs_lie_in_the_workdir_that_is_used(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     expected = two / "logs"
     assert local._log_folder([f"--workdir={one}", f"-workdir={two}"]) == expected
@@ -269,8 +279,8 @@ def test_logs_lie_in_the_workdir_that_is_used(
 
 
 @pytest.mark.long
-def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> None:
-    """12 updates on four devices, of one process and of two: metrics and parameters."""
+def test_two_processes_train_like_one(tmp_path: pathlib.Path) -> None:
+    """Compares metrics and parameters of 12 updates on four devices in one and in two processes."""
     arguments = [
         "--config=configs/digits.py:smoke",
         "--config.duration=12 steps",
@@ -302,22 +312,22 @@ def test_training_by_two_processes_is_that_of_one(tmp_path: pathlib.Path) -> Non
     for kind, count in (("train", 12), ("eval", 2)):
         expected = records(one, kind)
         assert len(expected) == count
-        for found, wanted in zip(records(two, kind), expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+        for actual, wanted in zip(records(two, kind), expected, strict=True):
+            assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-7)
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("smoke")
     config.duration, config.eval.every = "12 steps", "6 steps"
     (state, _), (reference, _) = (tiny.restored(config, workdir) for workdir in (two, one))
-    found, wanted = tiny.arrays(state), tiny.arrays(reference)
-    assert found.keys() == wanted.keys()
+    actual, wanted = tiny.arrays(state), tiny.arrays(reference)
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
         scale = max(float(np.max(np.abs(value.astype(np.float64)))), 1e-30)
-        difference = np.max(np.abs(found[name].astype(np.float64) - value)) / scale
+        difference = np.max(np.abs(actual[name].astype(np.float64) - value)) / scale
         assert difference < 5e-6, name
 
 
 @pytest.mark.long
-def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
-    """Also one that is found when the processes have met: no process waits for the others."""
+def test_an_error_in_a_config_is_reported_once(tmp_path: pathlib.Path) -> None:
+    """The error occurs after the processes have connected; no process waits for the others."""
     done = tiny.command(
         "lamb_tpu.launch",
         "local",
@@ -329,5 +339,12 @@ def test_mistake_in_a_config_is_told_once(tmp_path: pathlib.Path) -> None:
         f"--workdir={tmp_path}",
     )
     assert done.returncode == 2
-    assert "error: config.batch_size is 37" in done.stderr
+    assert "error: config.batch_size=37 is not divisible" in done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+def test_check_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_memory", lambda: 2**30)
+    local.check_memory(4, 8)
+    with rejected("--processes", 5, "needs at least 1 GiB (0.25 GiB for each", "use at most 4"):
+        local.check_memory(5, 1)

@@ -1,4 +1,4 @@
-"""The script for sbatch: read by shells, and run with a fake srun."""
+"""The script for sbatch, checked by shells and run with a fake srun."""
 
 import os
 import pathlib
@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.launch import slurm
+from lamb_tpu.reproduce.results import Results
 from tests.launch import shell
+from tests.raising import rejected
+from tests.reproduce.papers import write
+from tests.reproduce.test_arrays import plain
 from tests.tiny import ROOT
 
 TRAIN = ["--config=digits", "--workdir=runs/x", '--a=it\'s "$(touch pwned)"']
-# Two tasks of a job of two nodes, which are this machine.
+# Runs two tasks on this machine, as srun does on two nodes.
 SRUN = """\
 #!/bin/bash
 shift 1
@@ -60,10 +63,14 @@ def run(text: str, folder: pathlib.Path, srun: str, **environment: str):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gpus_per_node": 0, "cpus_per_task": None, "time": None, "partition": None}]
+    "options",
+    [
+        {},
+        {"gpus_per_node": 0, "cpus_per_task": None, "time": None, "partition": None},
+        {"array": 8, "nodes": 1, "module": "lamb_tpu.sweep"},
+    ],
 )
 def test_shells_read_it(options: dict[str, Any]) -> None:
-    shell.parsed(script(**options))
     shell.checked(script(**options))
 
 
@@ -90,30 +97,105 @@ def test_directives() -> None:
     assert not any(name in without for name in ("gpus", "cpus", "time=", "partition"))
 
 
+ARRAY = {
+    "array": 3,
+    "nodes": 1,
+    "module": "lamb_tpu.reproduce",
+    "train": ["run", "lamb/mnist", "--records=my records", '--a=it\'s "$(touch pwned)"'],
+}
+
+
+def test_an_array_has_one_process_for_each_index() -> None:
+    lines = script(**ARRAY).splitlines()
+    assert {
+        "#SBATCH --array=0-2",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --output=bert-%A_%a.log",
+    } <= set(lines)
+
+
 @pytest.mark.parametrize("status, requeued", [(0, False), (3, False), (75, True), (143, True)])
-def test_preempted_job_is_queued_again(tmp_path: pathlib.Path, status: int, requeued: bool) -> None:
+@pytest.mark.parametrize(
+    "options, job, module, words",
+    [
+        ({}, "77", "lamb_tpu.train", TRAIN),
+        # The job is named by the array's id and its index, because SLURM_JOB_ID may be the array's id.
+        (ARRAY, "70_2", "lamb_tpu.reproduce", [*ARRAY["train"], "--index=2/3"]),
+    ],
+)
+def test_preempted_job_is_queued_again(
+    tmp_path: pathlib.Path,
+    options: dict[str, Any],
+    job: str,
+    module: str,
+    words: list[str],
+    status: int,
+    requeued: bool,
+) -> None:
     srun = f'#!/bin/bash\nprintf "%s\\0" "$@" >"{tmp_path}/argv"\nexit {status}\n'
-    done = run(script(), tmp_path, srun)
+    done = run(script(**options), tmp_path, srun, SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == status, done.stderr
     called = tmp_path / "scontrol"
-    assert called.exists() == requeued and (not requeued or called.read_text() == "requeue 77\n")
+    assert called.exists() == requeued and (
+        not requeued or called.read_text() == f"requeue {job}\n"
+    )
     assert (tmp_path / "argv").read_text().split("\0")[:-1] == [
-        "--kill-on-bad-exit=0",
-        "--cpus-per-task=12",
-        ".venv/bin/python",
-        "-u",
-        "-m",
-        "lamb_tpu.train",
-        *TRAIN,
+        *f"--kill-on-bad-exit=0 --cpus-per-task=12 .venv/bin/python -u -m {module}".split(),
+        *words,
     ]
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.long
-def test_tasks_of_a_step_are_one_run(tmp_path: pathlib.Path) -> None:
+def test_jobs_of_an_array_make_one_table(tmp_path: pathlib.Path) -> None:
+    """Runs the script with bash for each index, and adopts the records."""
+    table = write(tmp_path)
+    common = [f"--papers={tmp_path}", f"--runs={tmp_path / 'runs'}"]
+    records = tmp_path / "my records"
+    text = script(
+        ["run", "small", f"--records={records}", *common],
+        gpus_per_node=0,
+        cpus_per_task=None,
+        nodes=1,
+        array=3,
+        module="lamb_tpu.reproduce",
+        python=sys.executable,
+    )
+    srun = '#!/bin/bash\nshift\nexec "$@"\n'
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = run(
+            text,
+            folder,
+            srun,
+            PYTHONPATH=str(ROOT),
+            SLURM_ARRAY_JOB_ID="70",
+            SLURM_ARRAY_TASK_ID=str(number),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"the records of index {number} are complete" in done.stdout
+    for command in (
+        ["adopt", str(records)],
+        ["run", "small", f"--records={tmp_path / 'alone'}", f"--runs={tmp_path / 'alone'}"],
+    ):
+        subprocess.run(
+            [sys.executable, "-m", "lamb_tpu.reproduce", *command, f"--papers={tmp_path}"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+    assert len(list(Results(table))) == 4
+    assert plain(Results(table)) == plain(Results(table, tmp_path / "alone"))
+
+
+@pytest.mark.long
+def test_tasks_of_a_step_form_one_run(tmp_path: pathlib.Path) -> None:
     train = ["--config=digits:smoke", "--config.duration=2 steps", f"--workdir={tmp_path / 'run'}"]
     text = script(train, gpus_per_node=0, cpus_per_task=None, python=sys.executable)
-    # JAX takes its port from the job's number.
+    # JAX derives its port from the job's id.
     port = str(os.getpid() % 4096)
     done = run(
         text,
@@ -131,14 +213,16 @@ def test_tasks_of_a_step_are_one_run(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, key, problem",
     [
-        ({"train": ["--config=digits"]}, "--workdir is missing among the arguments behind --"),
-        ({"time": "1 day"}, "--time is '1 day'; sbatch takes it as 24:00:00, 90 or 2-12:00:00"),
-        ({"name": "my job"}, "--name is 'my job'; sbatch takes letters, digits and the signs"),
-        ({"partition": "a\nb"}, "--partition is 'a\\\\nb'; sbatch takes letters"),
+        ({"train": ["--config=digits"]}, "--workdir", "is missing in the arguments after --"),
+        ({"time": "1 day"}, "--time", "is not a time limit of sbatch"),
+        ({"name": "my job"}, "--name", "is invalid for sbatch"),
+        ({"partition": "a\nb"}, "--partition", "is invalid for sbatch"),
+        ({**ARRAY, "nodes": 2}, "--nodes", "excludes --array"),
+        ({**ARRAY, "train": ["run", "lamb"]}, "--records", "is missing in the arguments after --"),
     ],
 )
-def test_mistake(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_errors(options: dict[str, Any], key: str, problem: str) -> None:
+    with rejected(key, problem=problem):
         script(**options)

@@ -1,4 +1,4 @@
-"""Steps as a script, and run one at a time."""
+"""Steps printed as a script, and run one at a time."""
 
 import os
 import pathlib
@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.launch import steps as steps_lib
 from lamb_tpu.launch.steps import Step, join
 from tests.launch import shell
+from tests.raising import rejected
 from tests.tiny import ROOT
 
 WORDS = ["ls", "a b", '--key=it\'s "$(x)"', "--note=" + "long " * 20, "--n=1\n2", "", "-", "*"]
 
 
-def test_words_arrive_as_they_are() -> None:
+def test_words_are_quoted() -> None:
     text = join(*WORDS)
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, text=True)
     assert done.stdout.split("\0")[:-1] == WORDS
@@ -27,10 +27,9 @@ def test_words_arrive_as_they_are() -> None:
     assert lines.splitlines()[0] == "gcloud create \\" and max(map(len, lines.splitlines())) < 40
 
 
-def test_script_is_one_that_bash_runs() -> None:
+def test_script_is_valid_bash() -> None:
     steps = [Step("first", "echo 1"), Step("second", join(*WORDS)), Step("third", "echo 3")]
     text = steps_lib.script(steps)
-    shell.parsed(text)
     shell.checked(text.replace("ls ", "echo "))
     assert text.startswith("# 1. first\necho 1\n\n# 2. second\nls ")
     assert steps_lib.script(steps, 3) == "# 3. third\necho 3"
@@ -43,18 +42,18 @@ def test_unknown_step(start: int) -> None:
         lambda: steps_lib.script(steps, start),
         lambda: steps_lib.run(steps, start, False, []),
     ):
-        with pytest.raises(UserError, match=f"--from-step is {start}; the steps have the numbers"):
+        with rejected("--from-step", start, "is out of range", "use 1 to 2"):
             call()
 
 
-def test_failure_of_a_part_of_a_pipe_counts(capfd: pytest.CaptureFixture) -> None:
+def test_a_failure_inside_a_pipe_counts(capfd: pytest.CaptureFixture) -> None:
     assert steps_lib.run([Step("a", "exit 3 | cat", billed=False)], 1, False, ["x"]) == 1
     assert capfd.readouterr().err == (
-        "error: step 1 (a) failed with status 3; go on from there with: x --from-step=1\n"
+        "error: step 1 (a) failed with status 3; continue from there with: x --from-step=1\n"
     )
 
 
-def test_command_that_goes_on_has_one_from_step(capfd: pytest.CaptureFixture) -> None:
+def test_the_continuation_has_one_from_step(capfd: pytest.CaptureFixture) -> None:
     again = ["x", "--from-step=1", "--from-step", "1", "--name=a b", "--", "--from-step=9"]
     steps_lib.run([Step("a", "true"), Step("b", "false")], 1, False, again)
     assert "with: x '--name=a b' --from-step=2 -- --from-step=9\n" in capfd.readouterr().err
@@ -74,15 +73,17 @@ def test_ctrl_c_stops_at_the_step(tmp_path: pathlib.Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests that run in the background have inherited that Ctrl-C is ignored.
+        # Tests that run in the background inherit a handler that ignores Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "# 2." not in out
-    assert "error: step 1 (wait) was interrupted; go on from there with: x --from-step=1\n" in err
+    assert (
+        "error: step 1 (wait) was interrupted; continue from there with: x --from-step=1\n" in err
+    )
     assert "the machines cost money until this deletes them: echo end\n" in err

@@ -1,4 +1,4 @@
-"""Steps on TPU VMs: a gcloud that notes its calls, and hosts that really run their commands."""
+"""Steps on TPU VMs, with a fake gcloud and hosts that run their commands."""
 
 import pathlib
 import re
@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from lamb_tpu.errors import UserError
+from lamb_tpu.launch import local_steps, tpu_vm
 from lamb_tpu.launch import pod as pod_lib
 from lamb_tpu.launch import steps as steps_lib
-from lamb_tpu.launch import tpu_vm
 from tests.launch.fakes import Cloud, checkout, read
+from tests.raising import rejected
 from tests.tiny import ROOT
 
-# Each would change a command that quotes it badly, once or twice.
+# Arguments that would break a command without correct (single or double) quoting.
 HOSTILE = [
     "--config=digits",
     "--config.note=two words",
@@ -35,30 +35,6 @@ ZONE, PROJECT = "us-central2-b", "my project"
 WHERE = [f"--zone={ZONE}", f"--project={PROJECT}"]
 
 
-@pytest.fixture(scope="module")
-def module_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small checkout, to be copied instead of this one."""
-    return str(checkout(tmp_path_factory.mktemp("checkout")))
-
-
-@pytest.fixture
-def hosts() -> int:
-    return 1
-
-
-@pytest.fixture
-def cloud(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, module_file: str, hosts: int
-) -> Cloud:
-    found = Cloud(tmp_path / "cloud", hosts)
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tpu_vm, "__file__", module_file)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return found
-
-
 def planned(
     kind: str = "tpu-vm",
     topology: str = "v4-8",
@@ -75,7 +51,7 @@ def planned(
 
 
 def run(steps: list[steps_lib.Step], start: int = 2, delete: bool = False) -> int:
-    """Without the first step, which has a test of its own."""
+    """Runs the steps from number `start` on, by default all except the check of the config."""
     again = ["python", "-m", "lamb_tpu.launch", "tpu-vm", "--run", "--", *HOSTILE]
     return steps_lib.run(steps, start, delete, again)
 
@@ -92,9 +68,7 @@ def test_order_and_quoting_of_all_calls(cloud: Cloud, capfd: pytest.CaptureFixtu
         "create",
         "pod-1",
         *WHERE,
-        "--accelerator-type=v4-8",
-        "--version=tpu-ubuntu2204-base",
-        "--spot",
+        *"--accelerator-type=v4-8 --version=tpu-ubuntu2204-base --spot".split(),
         "--network=my net",
         "--reserved",
     ]
@@ -103,7 +77,7 @@ def test_order_and_quoting_of_all_calls(cloud: Cloud, capfd: pytest.CaptureFixtu
         assert call[:-1] == [*group, "ssh", "pod-1", *WHERE, f"--worker={worker}"]
         assert call[-1].startswith("--command=")
     assert delete == [*group, "delete", "pod-1", *WHERE, "--quiet"]
-    # The code of the commit is there, and what it was told is what it got.
+    # The host has the code of the commit, and training received its arguments unchanged.
     assert (cloud.hosts[0] / "lamb_tpu" / "code.py").read_text() == "1\n"
     assert cloud.trained() == [[*HOSTILE, "--workdir=runs/it's $(x)"]]
     assert not list(cloud.folder.parent.rglob("pwned"))
@@ -112,7 +86,7 @@ def test_order_and_quoting_of_all_calls(cloud: Cloud, capfd: pytest.CaptureFixtu
     shown = capfd.readouterr().out
     numbers = re.findall(r"^# (\d)\. ", shown, re.MULTILINE)
     assert numbers == [str(number) for number in range(2, len(steps) + 1)]
-    # A step is shown before its output.
+    # A step is printed before its output.
     assert shown.index("# 7. ") < shown.index("\ntraining\n") < shown.index("# 8. ")
 
 
@@ -129,17 +103,13 @@ def test_all_slices_and_hosts_of_a_queued_resource(
         "create",
         "pod-1",
         *WHERE,
-        "--node-count=2",
-        "--node-prefix=pod-1",
-        "--accelerator-type=v5litepod-16",
+        *"--node-count=2 --node-prefix=pod-1 --accelerator-type=v5litepod-16".split(),
         "--runtime-version=v2-alpha-tpuv5-lite",
     ]
     assert calls[1:5] == [[*group, "describe", "pod-1", *WHERE, "--format=value(state.state)"]] * 4
     assert calls[5] == [
         *group,
-        "scp",
-        "pod-1.tar.gz",
-        "pod-1:",
+        *"scp pod-1.tar.gz pod-1:".split(),
         *WHERE,
         "--node=all",
         "--worker=all",
@@ -159,16 +129,14 @@ def test_one_slice_of_a_queued_resource_has_the_name(cloud: Cloud) -> None:
     assert "--node-id=pod-1" in create and "--node-count" not in create
 
 
-def test_resources_that_cannot_be_had_end_the_wait(
-    cloud: Cloud, capfd: pytest.CaptureFixture
-) -> None:
+def test_unavailable_resources_end_the_wait(cloud: Cloud, capfd: pytest.CaptureFixture) -> None:
     (cloud.folder / "states").write_text("ACCEPTED FAILED ACTIVE")
     assert run(planned("queued-resource", "v6e-8")) == 1
     assert [call[3] for call in cloud.calls()] == ["create", "describe", "describe"]
-    assert "step 4 (wait until the slices are there) failed with status 1" in capfd.readouterr().err
+    assert "step 4 (wait until the slices exist) failed with status 1" in capfd.readouterr().err
 
 
-def test_preempted_run_starts_again(cloud: Cloud, capfd: pytest.CaptureFixture) -> None:
+def test_a_preempted_run_is_restarted(cloud: Cloud, capfd: pytest.CaptureFixture) -> None:
     (cloud.hosts[0] / "statuses").write_text("75 143 0")
     assert run(planned(workdir="gs://bucket/run")) == 0
     assert cloud.trained() == [[*HOSTILE, "--workdir=gs://bucket/run"]] * 3
@@ -176,7 +144,7 @@ def test_preempted_run_starts_again(cloud: Cloud, capfd: pytest.CaptureFixture) 
     assert "preempted (status 75): starting again" in out and "(status 143)" in out
 
 
-def test_run_that_fails_is_not_started_again(cloud: Cloud, capfd: pytest.CaptureFixture) -> None:
+def test_a_failed_run_is_not_restarted(cloud: Cloud, capfd: pytest.CaptureFixture) -> None:
     (cloud.hosts[0] / "statuses").write_text("3 0")
     steps = planned(workdir="gs://bucket/run")
     assert run(steps) == 1
@@ -192,11 +160,11 @@ def test_run_outlives_the_connection_that_started_it(
     steps = planned(workdir="gs://bucket/run")
     (cloud.hosts[0] / "waits").touch()
     started = [step for step in steps if not step.title.startswith(("show", "fetch", "delete"))]
-    assert run(started) == 0  # all of its processes that were waited for have ended
+    assert run(started) == 0  # all processes that the shell waits for have ended
     assert (cloud.hosts[0] / "lamb_tpu" / "run.lock").exists()
-    # The same step again starts no second run.
+    # Repeating the step starts no second run.
     assert run(started, start=len(started)) == 0
-    assert "the run is under way already" in capfd.readouterr().out
+    assert "the run is already active" in capfd.readouterr().out
     assert not (cloud.hosts[0] / "lamb_tpu" / "run.status").exists()
     (cloud.hosts[0] / "goes_on").touch()
     assert run(steps, start=len(started) + 1) == 0
@@ -219,16 +187,16 @@ def test_failure_stops_at_the_step(
     assert run(steps, start=step, delete=True) == 1
     (call,) = cloud.calls()
     assert verb in call
-    told = capfd.readouterr().err.splitlines()
-    (error,) = (line for line in told if line.startswith("error: "))
+    output = capfd.readouterr().err.splitlines()
+    (error,) = (line for line in output if line.startswith("error: "))
     title = steps[step - 1].title
-    assert f"error: step {step} ({title}) failed with status 7; go on from there with: " in error
+    assert f"error: step {step} ({title}) failed with status 7; continue from there with: " in error
     assert f"python -m lamb_tpu.launch tpu-vm --run --from-step={step} -- --config=digits" in error
     delete = "gcloud compute tpus tpu-vm delete pod-1 --zone=us-central2-b --project='my project'"
-    assert f"the machines cost money until this deletes them: {delete} --quiet" in told
+    assert f"the machines cost money until this deletes them: {delete} --quiet" in output
 
 
-def test_goes_on_from_the_step_that_failed(
+def test_continues_from_the_failed_step(
     cloud: Cloud, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = planned(workdir="gs://bucket/run")
@@ -256,22 +224,16 @@ def test_image_instead_of_a_copy(cloud: Cloud) -> None:
     pulled, trained = read(cloud.hosts[0] / "docker.jsonl")
     assert pulled == ["pull", "--quiet", image]
     assert trained == [
-        "run",
-        "--rm",
-        "--privileged",
-        "--network=host",
+        *"run --rm --privileged --user=root --network=host".split(),
         f"--volume={folder}:{folder}",
         f"--workdir={folder}",
         "--volume=/mnt/disk:/mnt/disk",
         image,
-        "python",
-        "-u",
-        "-m",
-        "lamb_tpu.train",
+        *"python -u -m lamb_tpu.train".split(),
         *HOSTILE,
         "--workdir=/mnt/disk",
     ]
-    # Only Google's registries ask gcloud who is there.
+    # Only Google's registries need authentication.
     assert ["auth", "configure-docker", "us-docker.pkg.dev", "--quiet"] in cloud.calls()
     assert "configure-docker" not in planned(image="python:3.12")[2].command
 
@@ -289,21 +251,21 @@ def test_data_of_a_bucket(cloud: Cloud) -> None:
         "--recursive",
     ]
     assert (cloud.hosts[0] / "lamb_tpu" / "data").is_dir()
-    with pytest.raises(UserError, match="--data is 'text'; it must be a folder in a bucket"):
+    with rejected("--data", "text", "is not in a bucket"):
         planned(data="text")
 
 
 @pytest.mark.long
-def test_mistake_in_the_config_is_found_before_anything_is_created(
+def test_an_error_in_the_config_creates_nothing(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     steps = planned(train=["--config=digits", "--config.batchsize=3"], workdir="gs://bucket/run")
     assert run(steps, start=1) == 1
     assert not cloud.calls()
-    told = capfd.readouterr().err
-    assert "config.batchsize" in told and "step 1 (check the config on this machine) f" in told
-    assert "cost money" not in told
+    output = capfd.readouterr().err
+    assert "config.batchsize" in output and "step 1 (check the config on this machine) f" in output
+    assert "cost money" not in output
     assert sys.executable in steps[0].command
 
 
@@ -318,28 +280,22 @@ def test_mistake_in_the_config_is_found_before_anything_is_created(
         ("v6e-256", "v6e-256", "v2-alpha-tpuv6e"),
     ],
 )
-def test_software_version_is_that_of_the_generation(
-    topology: str, accelerator: str, version: str
-) -> None:
+def test_software_version_of_the_generation(topology: str, accelerator: str, version: str) -> None:
     create = planned(topology=topology, workdir="gs://bucket/run")[2].command
     assert f"--accelerator-type={accelerator} " in create and f"--version={version}" in create
     other = planned(topology=topology, workdir="gs://bucket/run", version="my-version")[2].command
     assert "--version=my-version" in other and version not in other
 
 
-def test_code_that_cannot_be_copied(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tpu_vm, "__file__", str(tmp_path / "lamb_tpu" / "launch" / "tpu_vm.py"))
-    with pytest.raises(UserError, match=f"--image is missing, and {tmp_path} is no git checkout"):
+def test_no_checkout_to_copy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_steps, "__file__", str(tmp_path / "a" / "b" / "x.py"))
+    with rejected("--image", problem=f"is missing, and {tmp_path} is not a git checkout"):
         planned()
     assert planned(image="python:3.12")
 
 
-def test_uncommitted_changes_are_noticed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tpu_vm, "__file__", str(checkout(tmp_path)))
-    assert not tpu_vm.uncommitted()
+def test_uncommitted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_steps, "__file__", str(checkout(tmp_path)))
+    assert not local_steps.uncommitted()
     (tmp_path / "code.py").write_text("2\n")
-    assert tpu_vm.uncommitted()
+    assert local_steps.uncommitted()

@@ -1,4 +1,4 @@
-"""GNMT, its search and label smoothing: our values of recorded entries."""
+"""Reproduces recorded entries of GNMT, its search, and label smoothing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from lamb_tpu.models import beam_search, gnmt
-from lamb_tpu.models.lstm import from_torch, to_torch
 from lamb_tpu.tasks.smoothing import smoothed_cross_entropy
+from tests.models.lstm_layouts import from_torch, to_torch
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
 _INPUTS = ("param/", "source", "target")
-# Our dense layers and their names in the published code.
+# Our dense layers -> their names in the published code.
 _DENSE = {
     ("encoder", "keys"): "decoder.att_rnn.attn.linear_k",
     ("decoder", "attention", "queries"): "decoder.att_rnn.attn.linear_q",
@@ -25,20 +25,20 @@ _VECTORS = {"vector": "linear_att", "scale": "normalize_scalar", "bias": "normal
 
 
 def _lstms(layers: int) -> dict[tuple[str, str], tuple[str, str]]:
-    """Our LSTM layers, and prefix and suffix of their names in the published code."""
-    found = {
+    """Returns our LSTM layers, with the prefix and suffix of their names in the published code."""
+    actual = {
         ("encoder", "forward"): ("encoder.rnn_layers.0.", "_l0"),
         ("encoder", "backward"): ("encoder.rnn_layers.0.", "_l0_reverse"),
         ("decoder", "layer_0"): ("decoder.att_rnn.rnn.", "_l0"),
     }
     for number in range(1, layers):
-        found["encoder", f"layer_{number}"] = (f"encoder.rnn_layers.{number}.", "_l0")
-        found["decoder", f"layer_{number}"] = (f"decoder.rnn_layers.{number - 1}.", "_l0")
-    return found
+        actual["encoder", f"layer_{number}"] = (f"encoder.rnn_layers.{number}.", "_l0")
+        actual["decoder", f"layer_{number}"] = (f"decoder.rnn_layers.{number - 1}.", "_l0")
+    return actual
 
 
 def from_published(weights: Arrays, layers: int) -> dict[str, Any]:
-    """Our parameters from the published code's."""
+    """Converts the published code's parameters to ours."""
     params: dict[str, Any] = {
         "embedding": weights["encoder.embedder.weight"],
         "encoder": {},
@@ -64,34 +64,37 @@ def from_published(weights: Arrays, layers: int) -> dict[str, Any]:
 
 
 def gradient_to_published(slope: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """The gradient by the published code's names; its two biases have the same one."""
-    found = {"encoder.embedder.weight": slope["embedding"]}
+    """Returns the gradient under the published code's names.
+
+    Each of its LSTMs has two biases, which get the same gradient.
+    """
+    actual = {"encoder.embedder.weight": slope["embedding"]}
     for (part, name), (prefix, suffix) in _lstms(layers).items():
         theirs = to_torch(slope[part][name], suffix)
         theirs[f"bias_hh{suffix}"] = theirs[f"bias_ih{suffix}"]
-        found |= {prefix + key: value for key, value in theirs.items()}
+        actual |= {prefix + key: value for key, value in theirs.items()}
     for path, theirs in _DENSE.items():
         node = slope
         for part in path:
             node = node[part]
-        found[f"{theirs}.weight"] = node["kernel"].T
+        actual[f"{theirs}.weight"] = node["kernel"].T
         if "bias" in node:
-            found[f"{theirs}.bias"] = node["bias"]
+            actual[f"{theirs}.bias"] = node["bias"]
     for name, theirs in _VECTORS.items():
-        found[f"decoder.att_rnn.attn.{theirs}"] = slope["decoder"]["attention"][name]
-    return {key: np.asarray(value) for key, value in found.items()}
+        actual[f"decoder.att_rnn.attn.{theirs}"] = slope["decoder"]["attention"][name]
+    return {key: np.asarray(value) for key, value in actual.items()}
 
 
 def repeat_gnmt(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats the network's outputs, its loss with gradients, and every search of an entry.
+    """Reproduces an entry's outputs, loss with gradients, and searches.
 
-    In float64: the sums of many terms in float32 are off by 1e-5 there and here.
+    Uses float64: with float32, sums of many terms have errors of 1e-5 in both implementations.
     """
-    del inputs  # the entry has its own
+    del inputs  # the entry has its own inputs
     with jax.enable_x64(True):
-        found = _gnmt(entry, recorded)
+        actual = _gnmt(entry, recorded)
     return {
-        key: np.asarray(found[key], value.dtype)
+        key: np.asarray(actual[key], value.dtype)
         for key, value in recorded.items()
         if not key.startswith(_INPUTS)
     }
@@ -125,7 +128,7 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
 
     (total, logits), slope = jax.value_and_grad(loss, has_aux=True)(params)
     memory, state = jax.jit(decode.start)({"params": params}, batch)
-    found = {
+    actual = {
         "encoder_output": memory.outputs.swapaxes(0, 1),
         "logits": logits.swapaxes(0, 1),
         "loss": total,
@@ -159,20 +162,20 @@ def _gnmt(entry: Entry, recorded: Arrays) -> dict[str, Any]:
                 "beam_lengths": result.lengths,
                 "coverage": result.coverage,
             }
-        else:  # the published greedy search ends a row with its end sign
+        else:  # the published greedy search ends a row at its end token
             tokens = beam_search.best(result, settings.end)
             values = {"tokens": tokens, "steps": lengths.max() - 1}
-        found |= {f"search{number}/{k}": v for k, v in (values | {"lengths": lengths}).items()}
-    return found
+        actual |= {f"search{number}/{k}": v for k, v in (values | {"lengths": lengths}).items()}
+    return actual
 
 
 def repeat_smoothing(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats the three published losses of an entry, with their gradients."""
+    """Reproduces the three published losses of an entry, with their gradients."""
     del inputs
     hyper = entry["hyper"]
     smoothing, classes = hyper["smoothing"], recorded["logits"].shape[-1]
     counts = recorded["targets"] != hyper["padding_index"]
-    found = {}
+    actual = {}
     for name, share in {
         "gnmt": smoothing,
         "torch": smoothing,
@@ -184,8 +187,8 @@ def repeat_smoothing(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str
             return {"sum": total, "mean": total / weight}[hyper["reduction"]]
 
         value, slope = jax.value_and_grad(loss)(jnp.asarray(recorded["logits"]))
-        found |= {f"{name}/loss": value, f"{name}/grad": slope}
-    return {key: np.asarray(found[key]) for key in recorded if key in found}
+        actual |= {f"{name}/loss": value, f"{name}/grad": slope}
+    return {key: np.asarray(actual[key]) for key in recorded if key in actual}
 
 
 REPEATS = {"mlperf_gnmt": repeat_gnmt, "label_smoothing": repeat_smoothing}

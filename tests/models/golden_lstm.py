@@ -1,4 +1,4 @@
-"""Recorded layouts and trainings of LSTMs, repeated: the family `legw_lstm`."""
+"""Reproduces recorded layouts and training runs of LSTMs, the family `legw_lstm`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,11 +9,11 @@ import numpy as np
 import optax
 
 from lamb_tpu import models, optim, tasks
-from lamb_tpu.data.text.streams import Options, TrainingStreams, cut
+from lamb_tpu.data.text.streams import StreamOptions, TrainingStreams, cut
 from lamb_tpu.data.text.words import encode, make_vocabulary, split_words
-from lamb_tpu.models.lstm import from_torch, to_tensorflow
 from lamb_tpu.optim import clipping, schedules
 from lamb_tpu.store.metrics import mean_metrics
+from tests.models.lstm_layouts import from_torch, to_tensorflow
 
 Entry = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -22,7 +22,7 @@ _LOSSES = {"sum_over_time": True, "mean": False}
 
 
 def ptb_batching(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
-    """The layouts of TensorFlow, PyTorch and Zaremba of a short text."""
+    """Returns a short text in the layouts of TensorFlow, PyTorch and Zaremba."""
     hyper = entry["hyper"]
     count, steps = hyper["batch_size"], hyper["num_steps"]
     words = split_words(str(recorded["text"]))
@@ -30,7 +30,7 @@ def ptb_batching(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
     ids = encode(words, vocabulary, "text")
 
     def windows(layout: str) -> list[dict[str, np.ndarray]]:
-        source = TrainingStreams("text:train", ids, vocabulary, count, Options(steps, layout))
+        source = TrainingStreams("text:train", ids, vocabulary, count, StreamOptions(steps, layout))
         rows = np.arange(count)
         return [source.gather(start + rows) for start in range(0, len(source), count)]
 
@@ -38,7 +38,7 @@ def ptb_batching(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
     lengths = [int(batch["length"][0]) for batch in pytorch]
 
     def joined(field: str) -> np.ndarray:
-        # Time-major, without padding.
+        # The steps are the first axis, and the padding is removed.
         parts = zip(pytorch, lengths, strict=True)
         return np.concatenate([batch[field][:, :length].T for batch, length in parts])
 
@@ -55,10 +55,10 @@ def ptb_batching(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
 
 
 def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
-    """A training of nn.LSTM by the rules of TensorFlow's tutorial.
+    """Repeats the training of an nn.LSTM by the rules of TensorFlow's tutorial.
 
-    Parameters and gradients are in PyTorch's layout, where each layer has two biases: both move,
-    and both count in the norm.
+    Parameters and gradients are in PyTorch's layout with two biases per layer: both biases are
+    updated, and both count in the gradient norm.
     """
     hyper = entry["hyper"]
     epochs, windows = hyper["epochs"], hyper["windows_per_epoch"]
@@ -109,7 +109,7 @@ def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
             carries.append(carry.transpose(2, 1, 0, 3))
             costs.append(sums)
         perplexities.append(mean_metrics(costs)["perplexity"])
-    found = {
+    actual = {
         "loss": np.array(losses),
         "norm": np.array([clipping.global_norm(grads) for grads in slopes]),
         "lr": np.array([rate(step) for step in range(epochs * windows)]),
@@ -117,16 +117,16 @@ def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
         "ppl": np.array(perplexities),
     }
     for name in params:
-        found[f"p32/{name}"] = np.stack([tree[name] for tree in trained])
-        found[f"grad32/{name}"] = np.stack([tree[name] for tree in slopes])
+        actual[f"p32/{name}"] = np.stack([tree[name] for tree in trained])
+        actual[f"grad32/{name}"] = np.stack([tree[name] for tree in slopes])
     for layer in range(hyper["layers"]):
         first = to_tensorflow(_ours(trained[0], hyper["layers"])[f"lstm_{layer}"])
-        found |= {f"tf_layout/{name}{layer}": value for name, value in first.items()}
-    return {key: found[key] for key in recorded if key in found}
+        actual |= {f"tf_layout/{name}{layer}": value for name, value in first.items()}
+    return {key: actual[key] for key in recorded if key in actual}
 
 
 def _rate(hyper: Mapping[str, Any], epochs: int, windows: int) -> optax.Schedule:
-    """lr * lr_decay ^ max(epoch + 1 - max_epoch, 0), with epochs counted from 0."""
+    """Returns lr * lr_decay ^ max(epoch + 1 - max_epoch, 0), with epochs counted from 0."""
     first = max(hyper["max_epoch"], 1)
     peak = hyper["lr"] * hyper["lr_decay"] ** (first - hyper["max_epoch"])
     edges = [windows * epoch for epoch in range(first, epochs)]
@@ -137,8 +137,8 @@ def _rate(hyper: Mapping[str, Any], epochs: int, windows: int) -> optax.Schedule
 
 
 def _ours(params: Any, layers: int) -> dict[str, Any]:
-    """Our parameters for those of a PyTorch module."""
-    found: dict[str, Any] = {
+    """Converts the parameters of a PyTorch module to ours."""
+    actual: dict[str, Any] = {
         "embedding": {"embedding": params["embed"]},
         "output": {"kernel": params["out_w"].T, "bias": params["out_b"]},
     }
@@ -152,19 +152,19 @@ def _ours(params: Any, layers: int) -> dict[str, Any]:
                 ("bias_hh", "b_hh"),
             )
         }
-        found[f"lstm_{layer}"] = from_torch(weights, f"_l{layer}")
-    return found
+        actual[f"lstm_{layer}"] = from_torch(weights, f"_l{layer}")
+    return actual
 
 
 def _of(repeat: Callable[[Entry, Arrays], dict[str, np.ndarray]]) -> Callable[..., Any]:
-    """Returns the function of `golden_families`; arrays that a run only reads are left out."""
+    """Adapts `repeat` for `golden_families`: the result has only the arrays that were recorded."""
 
     def repeated(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-        del inputs  # every entry has its own
-        found = repeat(entry, recorded)
+        del inputs  # every entry has its own inputs
+        actual = repeat(entry, recorded)
         return {
             key: value.astype(recorded[key].dtype)
-            for key, value in found.items()
+            for key, value in actual.items()
             if key in recorded
         }
 

@@ -1,4 +1,4 @@
-"""Repeats recorded LSTMs of PyTorch that read images by rows: logits, loss and gradients."""
+"""Reproduces recorded PyTorch LSTMs that read images row by row: logits, loss and gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,24 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lamb_tpu.models.lstm import RowLSTM, from_torch, to_torch
+from lamb_tpu.models.lstm import RowLSTM
+from tests.models.lstm_layouts import from_torch, to_torch
 from tests.optim.golden_common import Settings
 
-# PyTorch's names of an LSTM layer's weights, and the recorded ones.
+# PyTorch's names of an LSTM layer's weights -> the recorded names.
 _LAYER = {
     "weight_ih_l0": "w_ih",
     "weight_hh_l0": "w_hh",
     "bias_ih_l0": "b_ih",
     "bias_hh_l0": "b_hh",
 }
-# Our dense layers, and the recorded names' first letters.
+# Our dense layers -> prefixes of the recorded names.
 _DENSE = {"output": "out", "transform": "tr"}
 
 
 def repeat(
     entry: Mapping[str, Any], recorded: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns logits, loss and gradients of an entry's network, see `tests.golden_families`."""
+    """Returns the logits, loss and gradients of an entry's network, see `tests.golden_families`."""
     settings = Settings(entry["hyper"])
     shape = tuple(settings.take(name) for name in ("batch", "rows", "columns"))
     network = RowLSTM(
@@ -44,16 +45,16 @@ def repeat(
         return each.mean(), logits
 
     (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(_params(recorded))
-    found = {"logits": logits, "loss": value}
+    actual = {"logits": logits, "loss": value}
     layer = to_torch(grads["lstm"])
-    # Each of PyTorch's two biases has the gradient of their sum.
+    # The gradient of each of PyTorch's two biases is that of their sum.
     layer["bias_hh_l0"] = layer["bias_ih_l0"]
-    found |= {f"grad32/{short}": layer[name] for name, short in _LAYER.items()}
+    actual |= {f"grad32/{short}": layer[name] for name, short in _LAYER.items()}
     for name, short in _DENSE.items():
         if name in grads:
-            found[f"grad32/{short}_w"] = grads[name]["kernel"].T
-            found[f"grad32/{short}_b"] = grads[name]["bias"]
-    return {key: np.asarray(value) for key, value in found.items()}
+            actual[f"grad32/{short}_w"] = grads[name]["kernel"].T
+            actual[f"grad32/{short}_b"] = grads[name]["bias"]
+    return {key: np.asarray(value) for key, value in actual.items()}
 
 
 def _params(recorded: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Beam search against the enumeration of all sentences of a small language."""
+"""Beam search, compared with an enumeration of all sentences of a small language."""
 
 import itertools
 import math
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lamb_tpu.models.beam_search import Found, Search, best, search
+from lamb_tpu.models.beam_search import Hypotheses, Search, best, search
 
 WORDS, STATES, SOURCE, LENGTH = 5, 7, 3, 5
 BEGIN, END = 2, 3
 ROWS = 4
 RNG = np.random.default_rng(3)
-# Logits of the next word, and weights of the attention, by the state that all words so far give.
+# Logits of the next word and attention weights, by the state, which depends on all previous words.
 LOGITS = jnp.asarray(RNG.normal(0, 2, (ROWS, STATES, WORDS)), jnp.float32)
 WEIGHTS = jnp.asarray(RNG.dirichlet([0.5] * SOURCE, (ROWS, STATES)), jnp.float32)
 
@@ -27,7 +27,7 @@ def step(memory: Any, state: jax.Array, tokens: jax.Array) -> tuple[Any, Any, An
     return logits[rows, state], weights[rows, state], state
 
 
-def found(rows: list[int] | None = None, **settings: Any) -> Found:
+def actual(rows: list[int] | None = None, **settings: Any) -> Hypotheses:
     chosen = jnp.array(range(ROWS) if rows is None else rows)
     return jax.jit(
         lambda logits, weights: search(
@@ -40,7 +40,7 @@ def found(rows: list[int] | None = None, **settings: Any) -> Found:
 
 
 def sentences(row: int, alpha: float, beta: float) -> dict[tuple[int, ...], float]:
-    """Every sentence that ends, or has the greatest length, with its score."""
+    """Returns every sentence that ends with END or has the maximum length, with its score."""
     scores = {}
     for words in itertools.product(range(WORDS), repeat=LENGTH - 1):
         size = words.index(END) + 1 if END in words else len(words)
@@ -59,7 +59,7 @@ def sentences(row: int, alpha: float, beta: float) -> dict[tuple[int, ...], floa
 @pytest.mark.long
 @pytest.mark.parametrize("alpha, beta", [(0.0, 0.0), (0.6, 0.1), (1.0, 0.5)])
 def test_a_beam_as_wide_as_the_language_finds_the_best(alpha: float, beta: float) -> None:
-    result = found(beam=WORDS ** (LENGTH - 1), length_penalty=alpha, coverage_penalty=beta)
+    result = actual(beam=WORDS ** (LENGTH - 1), length_penalty=alpha, coverage_penalty=beta)
     texts = best(result, END)
     for row in range(ROWS):
         scores = sentences(row, alpha, beta)
@@ -71,8 +71,8 @@ def test_a_beam_as_wide_as_the_language_finds_the_best(alpha: float, beta: float
 
 @pytest.mark.long
 @pytest.mark.parametrize("beam", [1, 2, 3, 8])
-def test_every_sentence_of_a_beam_has_its_own_score(beam: int) -> None:
-    result = found(beam=beam, length_penalty=0.6, coverage_penalty=0.3)
+def test_every_hypothesis_has_the_right_score(beam: int) -> None:
+    result = actual(beam=beam, length_penalty=0.6, coverage_penalty=0.3)
     for row in range(ROWS):
         scores, seen = sentences(row, 0.6, 0.3), set()
         for tokens, length, score in zip(
@@ -85,7 +85,7 @@ def test_every_sentence_of_a_beam_has_its_own_score(beam: int) -> None:
 
 
 def test_one_beam_takes_the_likeliest_word() -> None:
-    texts = best(found(beam=1), END)
+    texts = best(actual(beam=1), END)
     for row in range(ROWS):
         state, text = 0, [BEGIN]
         while len(text) < LENGTH and text[-1] != END:
@@ -96,16 +96,16 @@ def test_one_beam_takes_the_likeliest_word() -> None:
 
 @pytest.mark.long
 def test_rows_do_not_influence_each_other() -> None:
-    whole = found(beam=3)
+    full = actual(beam=3)
     for rows in ([2], [3, 0]):
-        part, index = found(rows, beam=3), jnp.array(rows)
+        part, index = actual(rows, beam=3), jnp.array(rows)
         for name in ("lengths", "scores", "coverage"):
-            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[index])
-        np.testing.assert_array_equal(best(part, END), best(whole, END)[index])
+            np.testing.assert_array_equal(getattr(part, name), getattr(full, name)[index])
+        np.testing.assert_array_equal(best(part, END), best(full, END)[index])
 
 
 @pytest.mark.long
 def test_published_scores_differ_where_sentences_move() -> None:
-    ours, theirs = found(beam=3), found(beam=3, published=True)
+    ours, theirs = actual(beam=3), actual(beam=3, published=True)
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     assert np.abs(ours.coverage - theirs.coverage).max() > 0.1

@@ -1,4 +1,4 @@
-"""BERT's rules: what decays and adapts, each stacked layer by itself, and tensor parallelism."""
+"""BERT's rules: decay and adaptation, separate ratios of stacked layers, and tensor parallelism."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,6 @@ from lamb_tpu.models.transformer import stack_layers
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules
-from tests.quick import jit
 
 KEY = jax.random.key(0)
 CONFIG = BertConfig(
@@ -31,7 +30,7 @@ CONFIG = BertConfig(
     dtype="float32",
 )
 SCANNED = dataclasses.replace(CONFIG, scan_layers=True)
-FACTS = {False: bert_rules.PARAMETERS, True: bert_rules.PARAMETERS_SCANNED}
+METADATA = {False: bert_rules.PARAMETERS, True: bert_rules.PARAMETERS_SCANNED}
 SPLITS = {False: bert_rules.TENSOR_PARALLEL, True: bert_rules.TENSOR_PARALLEL_SCANNED}
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -47,45 +46,42 @@ def shapes(config: BertConfig) -> Any:
     return jax.eval_shape(lambda x: init(KEY, x, train=False), BATCH)["params"]
 
 
-def table(config: BertConfig, facts: Any) -> dict[str, parameters.ParameterFacts]:
+def table(config: BertConfig, metadata: Any) -> dict[str, parameters.ParameterMetadata]:
     tree = shapes(config)
-    resolved = jax.tree.leaves(parameters.resolve(tree, facts))
+    resolved = jax.tree.leaves(parameters.resolve(tree, metadata))
     return dict(zip(parameters.leaf_paths(tree), resolved, strict=True))
 
 
 @pytest.mark.parametrize("heads", [HEADS, ("span",), ()])
 def test_biases_and_layer_norm_neither_decay_nor_adapt(heads: tuple[str, ...]) -> None:
     config = dataclasses.replace(CONFIG, heads=heads)
-    found = table(config, bert_rules.PARAMETERS)
-    assert found == table(config, "bert")
-    for path, facts in found.items():
-        vector = path.split("/")[-1] in ("bias", "scale")
-        assert (facts.decay, facts.adapt, facts.layer_axes) == (not vector, not vector, ()), path
-    # One entry for each parameter that is no matrix, and no other.
-    one_axis = {
-        path
-        for path, leaf in zip(found, jax.tree.leaves(shapes(config)), strict=True)
-        if leaf.ndim == 1
-    }
-    assert one_axis == {path for path, facts in found.items() if not facts.decay}
+    actual = table(config, bert_rules.PARAMETERS)
+    assert actual == table(config, "bert")
+    for path, metadata in actual.items():
+        matrix = path.split("/")[-1] not in ("bias", "scale")
+        assert metadata == parameters.ParameterMetadata(matrix, matrix, ()), path
+    # Exactly the matrices decay.
+    matrices = [leaf.ndim > 1 for leaf in jax.tree.leaves(shapes(config))]
+    assert matrices == [metadata.decay for metadata in actual.values()]
 
 
 def test_large_has_as_many_that_decay() -> None:
     config = BertConfig(**SIZES["large"])
-    found = table(config, bert_rules.PARAMETERS)
-    # 6 matrices a layer; 3 embeddings, the pooler's, the masked words' and next sentence's.
-    assert len(found) == 398 and sum(facts.decay for facts in found.values()) == 24 * 6 + 6
+    actual = table(config, bert_rules.PARAMETERS)
+    # 6 matrices per layer; 3 embeddings, the pooler, and the heads for masked words and next
+    # sentence.
+    assert len(actual) == 398 and sum(metadata.decay for metadata in actual.values()) == 24 * 6 + 6
 
 
 @pytest.mark.parametrize("heads", [HEADS, ("span",), ()])
-def test_stacked_layers_have_the_same_facts_and_an_axis(heads: tuple[str, ...]) -> None:
+def test_stacked_layers_have_the_same_metadata_and_an_axis(heads: tuple[str, ...]) -> None:
     unrolled = table(dataclasses.replace(CONFIG, heads=heads), bert_rules.PARAMETERS)
     scanned = table(dataclasses.replace(SCANNED, heads=heads), bert_rules.PARAMETERS_SCANNED)
-    for path, facts in scanned.items():
+    for path, metadata in scanned.items():
         inside = path.startswith("encoder/layers/")
-        assert facts.layer_axes == ((0,) if inside else ()), path
-        twin = unrolled[path.replace("layers", "layer_1")]
-        assert (facts.decay, facts.adapt) == (twin.decay, twin.adapt), path
+        assert metadata.layer_axes == ((0,) if inside else ()), path
+        mirrored = unrolled[path.replace("layers", "layer_1")]
+        assert (metadata.decay, metadata.adapt) == (mirrored.decay, mirrored.adapt), path
 
 
 def test_an_update_of_lamb_is_the_same_for_stacked_layers() -> None:
@@ -98,12 +94,12 @@ def test_an_update_of_lamb_is_the_same_for_stacked_layers() -> None:
         )
 
     params, grads = draw(1.0), draw(0.1)
-    # Layers of different sizes have different ratios.
+    # Layers of different norms have different ratios.
     params["encoder"]["layer_1"] = jax.tree.map(lambda x: 50 * x, params["encoder"]["layer_1"])
 
-    def update(params: Any, grads: Any, facts: Any) -> Any:
-        tx = optim.lamb(0.1, weight_decay=0.01, rules=facts)
-        return jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
+    def update(params: Any, grads: Any, metadata: Any) -> Any:
+        tx = optim.lamb(0.1, weight_decay=0.01, rules=metadata)
+        return jax.jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
 
     unrolled = stack_layers(update(params, grads, bert_rules.PARAMETERS))
     scanned = update(stack_layers(params), stack_layers(grads), bert_rules.PARAMETERS_SCANNED)
@@ -125,22 +121,22 @@ def test_split_over_devices_the_loss_and_gradients_are_those_of_one(scan_layers:
         lambda leaf: jnp.asarray(rng.normal(0.5, 0.3, leaf.shape), leaf.dtype), shapes(config)
     )
     mesh = mesh_lib.make_mesh({"data": 2, "model": 4})
-    facts = parameters.resolve(params, FACTS[scan_layers])
-    # As a config file gives them.
+    metadata = parameters.resolve(params, METADATA[scan_layers])
+    # As in a config file.
     split = ConfigDict({"rules": SPLITS[scan_layers]}).rules
-    shardings = rules.partition_params(params, split, mesh, facts)
+    shardings = rules.partition_params(params, split, mesh, metadata)
     batch = mesh_lib.batch_sharding(mesh)
 
     def run(params: Any, batch: Any) -> Any:
         return jax.value_and_grad(lambda p: loss(config, p, batch))(params)
 
-    many = jit(run, in_shardings=(shardings, batch), out_shardings=(None, shardings))
-    (one_loss, one), (many_loss, grads) = jit(run)(params, BATCH), many(params, BATCH)
+    many = jax.jit(run, in_shardings=(shardings, batch), out_shardings=(None, shardings))
+    (one_loss, one), (many_loss, grads) = jax.jit(run)(params, BATCH), many(params, BATCH)
     np.testing.assert_allclose(many_loss, one_loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), grads, one)
     assert max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(one)) > 0.1
 
-    # Each device has a quarter of every matrix of the encoder and of all embeddings.
+    # Each device has a quarter of every encoder matrix and of all embeddings.
     for path, leaf in zip(parameters.leaf_paths(grads), jax.tree.leaves(grads), strict=True):
         held = leaf.addressable_shards[0].data.size
         column = any(f"{name}/bias" in path for name in ("query", "key", "value", "intermediate"))

@@ -1,12 +1,11 @@
-"""Weights in timm's layout: names and shapes of every network, placement, and what is refused.
+"""Weights in timm's layout: names, shapes and conversion for every network, and rejected input.
 
-tests/interchange/test_timm.py compares the numbers.
+tests/interchange/test_timm.py compares the outputs.
 """
 
 import hashlib
 import math
 import pathlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,12 @@ import pytest
 import safetensors.numpy as safetensors_numpy
 
 from lamb_tpu import models
-from lamb_tpu.errors import UserError
 from lamb_tpu.models.convert import NETWORKS, from_timm, to_timm
 from tests.marks import some
+from tests.raising import rejected
 
-# Of "NAME SHAPE" of all tensors, sorted, a line each: the first 16 digits of the SHA-256, from
-# timm 1.0.31: timm.create_model(network).state_dict().
+# The first 16 digits of the SHA-256 of sorted lines "NAME SHAPE" for all tensors, from timm 1.0.31:
+# timm.create_model(network).state_dict().
 TIMM = {
     "tf_efficientnet_b0": "9311fe3ac4384e5f",
     "tf_efficientnet_b1": "eed6742864fe036e",
@@ -38,23 +37,10 @@ TIMM = {
     "resnet101": "dbc3ca74fffafc72",
     "resnet152": "7d486dbdc941506e",
 }
-BLOCKS = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
-SCALES = [
-    (1.0, 1.0),
-    (1.0, 1.1),
-    (1.1, 1.2),
-    (1.2, 1.4),
-    (1.4, 1.8),
-    (1.6, 2.2),
-    (1.8, 2.6),
-    (2.0, 3.1),
-]
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS[50] = BLOCKS[34]
+WIDTHS = (1.0, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)  # of EfficientNet B0 to B7
+DEPTHS = (1.0, 1.1, 1.2, 1.4, 1.8, 2.2, 2.6, 3.1)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -66,7 +52,7 @@ def norm(name: str, channels: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def resnet(layers: int, classes: int) -> Shapes:
-    found: Shapes = {"conv1.weight": (64, 3, 7, 7), **dict(norm("bn1", 64))}
+    actual: Shapes = {"conv1.weight": (64, 3, 7, 7), **dict(norm("bn1", 64))}
     inputs = 64
     for stage, count in enumerate(BLOCKS[layers]):
         width = 64 << stage
@@ -77,13 +63,13 @@ def resnet(layers: int, classes: int) -> Shapes:
             if layers >= 50:
                 kernels = [(width, inputs, 1), (width, width, 3), (outputs, width, 1)]
             for number, (wide, narrow, size) in enumerate(kernels, start=1):
-                found[f"{name}.conv{number}.weight"] = (wide, narrow, size, size)
-                found |= norm(f"{name}.bn{number}", wide)
+                actual[f"{name}.conv{number}.weight"] = (wide, narrow, size, size)
+                actual |= norm(f"{name}.bn{number}", wide)
             if index == 0 and (stage or layers >= 50):
-                found[f"{name}.downsample.0.weight"] = (outputs, inputs, 1, 1)
-                found |= norm(f"{name}.downsample.1", outputs)
+                actual[f"{name}.downsample.0.weight"] = (outputs, inputs, 1, 1)
+                actual |= norm(f"{name}.downsample.1", outputs)
             inputs = outputs
-    return found | {"fc.weight": (classes, inputs), "fc.bias": (classes,)}
+    return actual | {"fc.weight": (classes, inputs), "fc.bias": (classes,)}
 
 
 def efficientnet(width: float, depth: float, classes: int) -> Shapes:
@@ -92,7 +78,7 @@ def efficientnet(width: float, depth: float, classes: int) -> Shapes:
         return near + 8 * (near < 0.9 * channels * width)
 
     inputs = eights(32)
-    found: Shapes = {"conv_stem.weight": (inputs, 3, 3, 3), **dict(norm("bn1", inputs))}
+    actual: Shapes = {"conv_stem.weight": (inputs, 3, 3, 3), **dict(norm("bn1", inputs))}
     table = [
         (1, 3, 1, 16),
         (2, 3, 6, 24),
@@ -107,27 +93,28 @@ def efficientnet(width: float, depth: float, classes: int) -> Shapes:
         for index in range(math.ceil(count * depth)):
             name, wide = f"blocks.{stage}.{index}", inputs * expansion
             if stage:
-                found[f"{name}.conv_pw.weight"] = (wide, inputs, 1, 1)
-            found[f"{name}.conv_dw.weight"] = (wide, 1, kernel, kernel)
+                actual[f"{name}.conv_pw.weight"] = (wide, inputs, 1, 1)
+            actual[f"{name}.conv_dw.weight"] = (wide, 1, kernel, kernel)
             last = "conv_pwl" if stage else "conv_pw"
-            found[f"{name}.{last}.weight"] = (outputs, wide, 1, 1)
+            actual[f"{name}.{last}.weight"] = (outputs, wide, 1, 1)
             for number, size in enumerate([wide, wide, outputs] if stage else [wide, outputs]):
-                found |= norm(f"{name}.bn{number + 1}", size)
+                actual |= norm(f"{name}.bn{number + 1}", size)
             reduced = inputs // 4
-            found[f"{name}.se.conv_reduce.weight"] = (reduced, wide, 1, 1)
-            found[f"{name}.se.conv_reduce.bias"] = (reduced,)
-            found[f"{name}.se.conv_expand.weight"] = (wide, reduced, 1, 1)
-            found[f"{name}.se.conv_expand.bias"] = (wide,)
+            actual[f"{name}.se.conv_reduce.weight"] = (reduced, wide, 1, 1)
+            actual[f"{name}.se.conv_reduce.bias"] = (reduced,)
+            actual[f"{name}.se.conv_expand.weight"] = (wide, reduced, 1, 1)
+            actual[f"{name}.se.conv_expand.bias"] = (wide,)
             inputs = outputs
     head = eights(1280)
-    found |= {"conv_head.weight": (head, inputs, 1, 1), **dict(norm("bn2", head))}
-    return found | {"classifier.weight": (classes, head), "classifier.bias": (classes,)}
+    actual |= {"conv_head.weight": (head, inputs, 1, 1), **dict(norm("bn2", head))}
+    return actual | {"classifier.weight": (classes, head), "classifier.bias": (classes,)}
 
 
 def shapes_of(name: str, classes: int = 1000) -> Shapes:
     if name.startswith("resnet"):
         return resnet(int(name[6:]), classes)
-    return efficientnet(*SCALES[int(name[-1])], classes)
+    number = int(name[-1])
+    return efficientnet(WIDTHS[number], DEPTHS[number], classes)
 
 
 def state(name: str, classes: int) -> dict[str, np.ndarray]:
@@ -160,20 +147,20 @@ def test_names_and_shapes_are_those_of_timm(name: str) -> None:
         ("tf_efficientnet_b0", "resnet50"),
     ),
 )
-def test_every_tensor_has_its_place(name: str) -> None:
+def test_every_tensor_is_converted(name: str) -> None:
     theirs = {item: shape for item, shape in shapes_of(name).items() if shape}
-    # Each tensor is full of its own number, without taking memory.
+    # Each tensor is filled with a different number, without allocating memory.
     numbers = {item: np.float32(index) for index, item in enumerate(theirs)}
     tensors = {item: np.broadcast_to(numbers[item], shape) for item, shape in theirs.items()}
     variables = from_timm(name, tensors)
     image = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
     expected = jax.eval_shape(models.build(NETWORKS[name]).init, jax.random.key(0), image)
     assert jax.tree.structure(variables) == jax.tree.structure(expected)
-    found = {}
+    actual = {}
     for leaf, shape in zip(jax.tree.leaves(variables), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype) == (shape.shape, np.float32)
-        found[float(leaf.ravel()[0])] = leaf.size
-    assert found == {float(numbers[item]): math.prod(shape) for item, shape in theirs.items()}
+        actual[float(leaf.ravel()[0])] = leaf.size
+    assert actual == {float(numbers[item]): math.prod(shape) for item, shape in theirs.items()}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +204,7 @@ def test_every_tensor_has_its_place(name: str) -> None:
         ),
     ],
 )
-def test_what_goes_where(name: str, pairs: dict[str, str]) -> None:
+def test_names_of_tensors(name: str, pairs: dict[str, str]) -> None:
     tensors = state(name, 5)
     variables = from_timm(name, tensors)
     for ours, theirs in pairs.items():
@@ -255,86 +242,69 @@ def test_other_dtypes_and_names_with_a_tag(tmp_path: pathlib.Path) -> None:
 def test_there_and_back_bit_for_bit(name: str) -> None:
     tensors = {item: tensor for item, tensor in state(name, 5).items() if tensor.ndim}
     variables = from_timm(name, tensors)
-    found = to_timm(f"{name}.of_ours", variables)
-    assert found.keys() == tensors.keys()
+    actual = to_timm(f"{name}.of_ours", variables)
+    assert actual.keys() == tensors.keys()
     for item, tensor in tensors.items():
-        assert found[item].dtype == np.float32 and found[item].flags["C_CONTIGUOUS"]
-        np.testing.assert_array_equal(found[item], tensor, err_msg=item)
-    jax.tree.map(np.testing.assert_array_equal, from_timm(name, found), variables)
+        assert actual[item].dtype == np.float32 and actual[item].flags["C_CONTIGUOUS"]
+        np.testing.assert_array_equal(actual[item], tensor, err_msg=item)
+    jax.tree.map(np.testing.assert_array_equal, from_timm(name, actual), variables)
 
 
 def test_variables_of_another_network() -> None:
     variables = from_timm("resnet18", STATE)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"not those of resnet34: batch_stats/stage1_block3/norm1/mean is missing, there of shape "
-        ),
-    ):
+    problem = "are not those of resnet34: batch_stats/stage1_block3/norm1/mean is missing, but of"
+    with rejected("these variables", ..., problem):
         to_timm("resnet34", variables)
     del variables["params"]["stem_conv"]
-    with pytest.raises(UserError, match="params/stem_conv/kernel is missing, there of shape"):
+    with rejected("these variables", ..., "params/stem_conv/kernel is missing, but of shape"):
         to_timm("resnet18", variables)
-    with pytest.raises(UserError, match="weights of 'vit' cannot be"):
+    with rejected("timm's network 'vit'", ..., "cannot be read"):
         to_timm("vit", variables)
 
 
+def test_other_networks() -> None:
+    with rejected("timm's network 'resnet50d'", ..., "cannot be read", "use tf_efficientnet_b0, "):
+        from_timm("resnet50d", STATE)
+    with rejected("the state dict", ..., "lacks 80 tensor(s): "):
+        from_timm("resnet34", STATE)
+    remedy = "; did you mean tf_efficientnet_b0, which is padded differently?"
+    with rejected("timm's network 'efficientnet_b0'", ..., "cannot be read", remedy):
+        from_timm("efficientnet_b0", STATE)
+
+
+SHAPE = (64, 3, 3, 3)
+
+
 @pytest.mark.parametrize(
-    "name, changes, message",
+    "tensor, value, problem, remedy",
     [
+        ("fc.bias", None, "lacks 1 tensor(s): fc.bias", ""),
+        ("layer1.2.conv1.weight", np.zeros(1), "also has 1 tensor(s): layer1.2.conv1.w", ""),
+        ("conv1.weight", np.zeros(SHAPE), f"has conv1.weight of shape {SHAPE}", "(64, 3, 7, 7)"),
         (
-            "resnet50d",
-            {},
-            "weights of 'resnet50d' cannot be read; those of timm that can: tf_e.*152$",
+            "fc.bias",
+            np.zeros(6),
+            "has fc.weight of shape (5, 512)",
+            "use shape (6, 512), as in resnet18",
         ),
-        ("efficientnet_b0", {}, "; did you mean tf_efficientnet_b0, which is padded differently.$"),
-        (
-            "resnet18",
-            {"layer1.0.bn1.bias": None, "fc.bias": None},
-            "the state dict lacks 2 tensor.s.: (fc.bias|layer1.0.bn1.bias), ",
-        ),
-        (
-            "resnet18",
-            {"layer1.2.conv1.weight": np.zeros(1)},
-            "the state dict has 1 tensor.s. too many: layer1.2.conv1.weight",
-        ),
-        ("resnet34", {}, "the state dict lacks 80 tensor.s.: "),
-        (
-            "resnet18",
-            {"conv1.weight": np.zeros((64, 3, 3, 3))},
-            r"has conv1.weight of shape \(64, 3, 3, 3\); of resnet18 it must be \(64, 3, 7, 7\)",
-        ),
-        (
-            "resnet18",
-            {"fc.bias": np.zeros(6)},
-            r"has fc.weight of shape \(5, 512\); of resnet18 it must be \(6, 512\)",
-        ),
-        (
-            "resnet18",
-            {"bn1.running_var": np.full(64, np.inf)},
-            r"not finite \(NaN or infinity\) in 1 tensor\(s\): bn1.running_var",
-        ),
-        (
-            "resnet18",
-            {"fc.bias": np.array(3.0)},
-            r"has fc.bias of shape \(\); of resnet18 it must be \(1000,\)",
-        ),
+        ("bn1.running_var", np.full(64, np.inf), "infinity in 1 tensor(s): bn1.running_var", ""),
+        ("fc.bias", np.array(3.0), "has fc.bias of shape ()", "use shape (1000,), as in resnet18"),
     ],
 )
-def test_what_does_not_fit(name: str, changes: dict[str, Any], message: str) -> None:
-    tensors = {item: value for item, value in {**STATE, **changes}.items() if value is not None}
-    with pytest.raises(UserError, match=message):
-        from_timm(name, tensors)
+def test_invalid_input(tensor: str, value: Any, problem: str, remedy: str) -> None:
+    tensors = {item: value for item, value in {**STATE, tensor: value}.items() if value is not None}
+    with rejected("the state dict", ..., problem, remedy):
+        from_timm("resnet18", tensors)
 
 
 def test_files_that_are_none(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "model.safetensors"
-    with pytest.raises(UserError, match=f"there is no file {re.escape(str(file))}"):
+    with rejected(file, ..., "is missing"):
         from_timm("resnet18", file)
     safetensors_numpy.save_file(STATE, file)
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UserError, match="model.safetensors is no complete safetensors file"):
+    with rejected(file, ..., "is not a complete safetensors file ("):
         from_timm("resnet18", file)
     safetensors_numpy.save_file({"fc.bias": np.zeros(3)}, file)
-    with pytest.raises(UserError, match=r"model.safetensors lacks 101 tensor\(s\): "):
+    with rejected(file, ..., "lacks 101 tensor(s): "):
         from_timm("resnet18", str(file))

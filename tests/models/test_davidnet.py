@@ -1,4 +1,4 @@
-"""DavidNet against a forward pass in NumPy, and how it starts. See also test_image_networks.py."""
+"""DavidNet against a NumPy forward pass, and its initial values. See also test_image_networks.py."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 
 from lamb_tpu.models.davidnet import DavidNet
 from tests.models import numpy_layers
-from tests.quick import jit
+from tests.raising import rejected
 
 IMAGES = np.random.default_rng(1).normal(size=(2, 8, 16, 3)).astype(np.float32)
 
@@ -43,16 +43,13 @@ def test_forward_pass(width: int) -> None:
         if name.endswith("_conv")
     }
     assert sorted(channels.values()) == [1, 2, 2, 2, 4, 8, 8, 8]
-    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
-    expected = forward(tree, IMAGES)
-    assert np.std(expected[0] - expected[1]) > 0.1
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    numpy_layers.check_forward(module, tree, IMAGES, forward(tree, IMAGES))
 
 
 def test_first_values() -> None:
     inputs = {"prep_conv": 27, "layer2_conv": 9 * 128, "output": 512}
 
-    @jit
+    @jax.jit
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         params = DavidNet().init(key, IMAGES, train=False)["params"]
         return {name: params[name]["kernel"] for name in inputs}
@@ -63,11 +60,8 @@ def test_first_values() -> None:
         assert abs(np.std(kernel) / (bound / np.sqrt(3)) - 1) < 0.03
 
 
-def test_no_width() -> None:
-    with pytest.raises(ValueError, match="width must be at least 1, not 0"):
+def test_errors() -> None:
+    with rejected("width", 0, "is out of range", "use at least 1"):
         numpy_layers.variables(DavidNet(width=0), IMAGES)
-
-
-def test_sizes_that_cannot_be_halved() -> None:
-    with pytest.raises(ValueError, match="needs height and width divisible by 8, not .28, 28, 1"):
+    with rejected("the network DavidNet", ..., "gets images of shape (28, 28, 1)"):
         numpy_layers.variables(DavidNet(), np.zeros((1, 28, 28, 1), np.float32))

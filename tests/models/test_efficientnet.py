@@ -1,4 +1,4 @@
-"""EfficientNet against a forward pass in NumPy; its scaling; stochastic depth on any devices."""
+"""EfficientNet against a NumPy forward pass; scaling; stochastic depth on several devices."""
 
 import doctest
 import functools
@@ -19,12 +19,12 @@ from lamb_tpu.models.dropout import Dropout, example_positions
 from lamb_tpu.models.efficientnet import Block, EfficientNet, SqueezeExcite
 from lamb_tpu.models.norm import BatchNorm
 from tests.models import numpy_layers
-from tests.quick import jit
 
 KEY = jax.random.key(0)
-# At the five strides sizes of 27, 14, 7, 4, 2 and 20, 10, 5, 3, 2.
+# The inputs of the five convolutions with stride 2 have heights 27, 14, 7, 4, 2 and widths 20, 10, 5,
+# 3, 2.
 IMAGES = np.random.default_rng(1).normal(size=(2, 27, 20, 3)).astype(np.float32)
-# The network as its authors write it down, in efficientnet_builder.py.
+# The stages in the authors' notation, from efficientnet_builder.py.
 ORIGINAL = (
     "r1_k3_s11_e1_i32_o16_se0.25",
     "r2_k3_s22_e6_i16_o24_se0.25",
@@ -37,7 +37,7 @@ ORIGINAL = (
 
 
 class Small(EfficientNet):
-    """A network of 8 to 40 channels and 8 blocks, one of them with a shortcut."""
+    """A network with 8 blocks of 8 to 80 channels."""
 
     width, depth, image_size = 0.25, 0.3, 27
 
@@ -50,8 +50,8 @@ def swish(x: np.ndarray) -> np.ndarray:
     return x * sigmoid(x)
 
 
-# Pixels of padding before and after, of (size, kernel), at stride 2: by hand, so that the windows
-# of ceil(size / 2) places fit and the odd pixel comes after.
+# (size, kernel) -> pixels of padding (before, after) for stride 2, computed by hand: ceil(size / 2)
+# windows must fit, and an odd pixel is padded after the image.
 PADS = {
     (27, 3): (1, 1),
     (20, 3): (0, 1),
@@ -74,7 +74,7 @@ def conv(x: np.ndarray, kernel: np.ndarray, stride: int = 1) -> np.ndarray:
 
 
 def forward(tree: Any, x: np.ndarray) -> np.ndarray:
-    """Builds the same network from the original's table."""
+    """Computes the forward pass from the original's table of stages."""
     params, stats = tree["params"], tree["batch_stats"]
 
     def norm(x: np.ndarray, params: Any, stats: Any, name: str) -> np.ndarray:
@@ -106,14 +106,11 @@ def forward(tree: Any, x: np.ndarray) -> np.ndarray:
 def test_forward_pass() -> None:
     module = Small(num_classes=5)
     tree = numpy_layers.variables(module, IMAGES, gain=1.15)
-    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
-    expected = forward(tree, IMAGES)
-    assert np.std(expected[0] - expected[1]) > 0.1
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    numpy_layers.check_forward(module, tree, IMAGES, forward(tree, IMAGES))
 
 
 def test_squeeze_excite() -> None:
-    """By hand: of two channels with means 1 and 3, one unit between."""
+    """Compares with a result by hand, for two channels with means 1 and 3 and one reduced unit."""
     x = np.array([[[[0.0, 2.0], [2.0, 4.0]]]], np.float32)
     params = {
         "reduce": {"kernel": np.array([[1.0], [1.0]]), "bias": np.array([-3.0])},
@@ -121,19 +118,19 @@ def test_squeeze_excite() -> None:
     }
     unit = 1 / (1 + np.exp(-1.0))  # swish(1 + 3 - 3)
     gates = 1 / (1 + np.exp([-2 * unit, unit - 1]))
-    found = SqueezeExcite(1, "float32").apply({"params": params}, x)
-    np.testing.assert_allclose(found, x * gates, rtol=1e-6)
+    actual = SqueezeExcite(1, "float32").apply({"params": params}, x)
+    np.testing.assert_allclose(actual, x * gates, rtol=1e-6)
 
 
 @functools.cache
 def blocks(name: str) -> list[tuple[Any, ...]]:
-    """Every block as (stage, channels, kernel, stride, expansion, rate of its shortcut or None)."""
-    found: dict[str, list[Any]] = {}
+    """Returns every block: (stage, channels, kernel, stride, expansion, shortcut rate or None)."""
+    actual: dict[str, list[Any]] = {}
 
     def record(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
         if isinstance(module, Block) and context.method_name == "__call__":
-            found[module.name] = [
+            actual[module.name] = [
                 int(module.name[5]),
                 module.channels,
                 module.kernel,
@@ -143,13 +140,13 @@ def blocks(name: str) -> list[tuple[Any, ...]]:
             ]
         if isinstance(module, Dropout) and context.method_name == "__call__":
             if module.whole_examples:
-                found[module.path[0]][-1] = module.rate
+                actual[module.path[0]][-1] = module.rate
         return run(*args, **kwargs)
 
     image = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
     with nn.intercept_methods(record):
         jax.eval_shape(models.build(name).init, KEY, image)
-    return [tuple(block) for block in found.values()]
+    return [tuple(block) for block in actual.values()]
 
 
 def test_blocks_of_b0_are_the_table() -> None:
@@ -164,7 +161,7 @@ def test_blocks_of_b0_are_the_table() -> None:
 
 def test_rates_of_stochastic_depth() -> None:
     rates = [block[5] for block in blocks("efficientnet_b0")]
-    # No shortcut where the stride is 2 or the width changes.
+    # There is no shortcut if the stride is 2 or the width changes.
     given = {index: rate for index, rate in enumerate(rates) if rate is not None}
     assert list(given) == [2, 4, 6, 7, 9, 10, 12, 13, 14]
     assert list(given.values()) == pytest.approx([0.2 * index / 16 for index in given])
@@ -181,24 +178,24 @@ def test_rates_of_stochastic_depth() -> None:
     ],
 )
 def test_compound_scaling(name: str, counts: tuple[int, ...], channels: tuple[int, ...]) -> None:
-    found = blocks(name)
-    assert tuple(sum(b[0] == s for b in found) for s in range(1, 8)) == counts
-    assert tuple({b[0]: b[1] for b in found}.values()) == channels
+    actual = blocks(name)
+    assert tuple(sum(b[0] == s for b in actual) for s in range(1, 8)) == counts
+    assert tuple({b[0]: b[1] for b in actual}.values()) == channels
 
 
 def test_rounding_up_where_down_would_lose_a_tenth() -> None:
-    # 19.2 is nearer to 16 than to 24, but 16 is less than 17.28.
+    # 19.2 is nearer to 16 than to 24, but 16 is below 17.28.
     assert efficientnet.scaled_channels(16, 1.2) == 24
     assert efficientnet.scaled_channels(24, 1.1) == 24
     assert efficientnet.scaled_channels(4, 1.0) == 8
-    assert efficientnet.scaled_channels(20, 1.0) == 24  # halves go up
+    assert efficientnet.scaled_channels(20, 1.0) == 24  # halves are rounded up
     assert doctest.testmod(efficientnet) == (0, 1)
 
 
 def test_first_values() -> None:
     names = ("expand", "depthwise", "project", "reduce", "expand of gates", "output")
 
-    @jit
+    @jax.jit
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         params = models.build("efficientnet_b0").init(key, jnp.zeros((1, 32, 32, 3)))["params"]
         block = params["stage6_block2"]
@@ -231,23 +228,23 @@ def test_a_dropped_branch_leaves_the_shortcut() -> None:
 
     tree = numpy_layers.variables(block(0.0), x)
 
-    @jit
+    @jax.jit
     def run(tree: Any) -> list[jax.Array]:
         return [
             block(rate).apply(tree, x, True, rngs={"dropout": KEY}, mutable="batch_stats")[0]
             for rate in (0.0, 0.25)
         ]
 
-    branch, found = (np.asarray(y) - x for y in run(tree))
-    kept = np.any(found != 0, (1, 2, 3))
-    np.testing.assert_allclose(found[kept], branch[kept] / 0.75, rtol=1e-3, atol=1e-5)
-    assert 20 <= kept.sum() <= 38  # 30 are expected, and no other number
+    branch, actual = (np.asarray(y) - x for y in run(tree))
+    mask = np.any(actual != 0, (1, 2, 3))
+    np.testing.assert_allclose(actual[mask], branch[mask] / 0.75, rtol=1e-3, atol=1e-5)
+    assert 20 <= mask.sum() <= 38  # 30 are expected
 
 
 @pytest.mark.long
 def test_training_is_the_same_on_devices_and_in_one() -> None:
-    """BatchNorm in groups of devices, stochastic depth and dropout, all by the example's place."""
-    # Few blocks compile fast; the second of each stage has a shortcut.
+    """BatchNorm in groups, stochastic depth and dropout do not depend on how the batch is split."""
+    # Few blocks compile fast; the second block of each stage has a shortcut.
     stages = ((2, 3, 1, 1, 16), (4, 5, 2, 6, 24))
     images = np.random.default_rng(3).normal(size=(16, 8, 8, 3)).astype(np.float32)
     fields = dict(
@@ -257,12 +254,12 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
     tree = numpy_layers.variables(module, images)
     blocks = {name for name in tree["params"] if "block" in name}
     assert blocks == {"stage1_block1", "stage2_block1", "stage2_block2"}
-    one = jit(
+    one = jax.jit(
         lambda v, x: module.apply(v, x, train=True, rngs={"dropout": KEY}, mutable="batch_stats")
     )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-    @jit
+    @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
@@ -275,8 +272,8 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
             return split.apply(v, x, train=True, rngs={"dropout": KEY}, mutable="batch_stats")
 
     logits, state = one(tree, images)
-    found, found_state = several(tree, images)
-    np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-4)
+    actual, found_state = several(tree, images)
+    np.testing.assert_allclose(actual, logits, rtol=1e-3, atol=1e-4)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found_state, state
     )
@@ -285,7 +282,7 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
 
 @pytest.mark.long
 def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing as on a TPU, up to the second of three blocks, which has a shortcut."""
+    """Packs as on a TPU, up to the second of three blocks, which has a shortcut."""
     stages = ((4, 5, 2, 6, 40), (1, 3, 1, 12, 24))
     images = np.random.default_rng(3).normal(size=(8, 9, 8, 3)).astype(np.float32)
     weights = np.random.default_rng(4).normal(size=(8, 5)).astype(np.float32)
@@ -312,16 +309,16 @@ def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(efficientnet, "examples_a_row", lambda rows: packed)
         monkeypatch.setattr(efficientnet, "_PACKED_CHANNELS", 96)
-        grad = jit(jax.grad(loss, has_aux=True)).lower(tree["params"])
-        # So compiled in less time; nothing here is measured by the clock.
+        grad = jax.jit(jax.grad(loss, has_aux=True)).lower(tree["params"])
+        # Compile faster; the test does not measure time.
         return grad.compile({"xla_backend_optimization_level": 0})(tree["params"])
 
-    expected, found = step(1), step(4)
+    expected, actual = step(1), step(4)
     assert shapes == [(8, 8), (8, 16), (8, 16), (2, 32), (2, 64), (8, 16)]
     scale = jax.tree.map(lambda a: np.max(np.abs(a)), expected)
     jax.tree.map(
         lambda a, b, most: np.testing.assert_allclose(a, b, 1e-3, 1e-5 + 2e-5 * most),
-        found,
+        actual,
         expected,
         scale,
     )

@@ -1,4 +1,4 @@
-"""GNMT's logits, gradients and searches, and label smoothing, beside the published code's."""
+"""GNMT's logits, gradients and searches, and label smoothing, against the published code."""
 
 import numpy as np
 import pytest
@@ -13,21 +13,21 @@ ENTRIES = [
     for entry in goldens.entries()
     if entry["family"] == "legw_lstm" and entry["implementation"] in REPEATS
 ]
-# The network with the longest sentences has the parts of the other one.
+# `make test` leaves out the entry with the long sentences.
 QUICK = [entry for entry in ENTRIES if not goldens.label(entry).endswith("_long")]
 
 
 @pytest.mark.parametrize("entry", some(ENTRIES, QUICK), ids=goldens.label)
 def test_as_published(entry: dict) -> None:
     recorded = goldens.record(entry)
-    found = FAMILIES["legw_lstm"](entry, recorded, {})
+    actual = FAMILIES["legw_lstm"](entry, recorded, {})
     given = (
         ("param/", "source", "target", "logits")
         if "gnmt/loss" in recorded
         else ("param/", "source", "target")
     )
-    assert set(found) == {key for key in recorded if not key.startswith(given)}
-    for key, value in found.items():
+    assert set(actual) == {key for key in recorded if not key.startswith(given)}
+    for key, value in actual.items():
         assert value.shape == recorded[key].shape, key
         if recorded[key].dtype.kind == "i":
             np.testing.assert_array_equal(value, recorded[key], err_msg=key)
@@ -41,7 +41,7 @@ def test_there_are_entries() -> None:
     assert {entry["implementation"] for entry in ENTRIES} == set(REPEATS)
 
 
-def test_another_implementation_is_refused() -> None:
+def test_another_implementation_is_rejected() -> None:
     with pytest.raises(ValueError, match="'mosesdecoder' is unknown; known: .*mlperf_gnmt"):
         FAMILIES["legw_lstm"]({"implementation": "mosesdecoder"}, {}, {})
 

@@ -1,4 +1,4 @@
-"""Common properties of the image networks: parameters' facts, BatchNorm's fields, dtypes."""
+"""Common properties of the image networks: parameter metadata, BatchNorm's fields, dtypes."""
 
 import functools
 from typing import Any
@@ -11,12 +11,11 @@ import pytest
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from lamb_tpu import models
-from lamb_tpu.errors import UserError
 from lamb_tpu.models.norm import BatchNorm
 from lamb_tpu.models.resnet import ResNet
 from lamb_tpu.optim import parameters
 from tests.models import numpy_layers
-from tests.quick import jit
+from tests.raising import rejected
 
 KEY = jax.random.key(0)
 NAMES = ("davidnet", "efficientnet_b0", "efficientnet_b1", "resnet18", "resnet50")
@@ -30,22 +29,22 @@ def shapes(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("preset", ["resnet", "efficientnet", "all"])
-def test_facts_of_every_parameter(name: str, preset: str) -> None:
+def test_metadata_of_every_parameter(name: str, preset: str) -> None:
     tree = shapes(name)
     paths, leaves = parameters.leaf_paths(tree["params"]), jax.tree.leaves(tree["params"])
-    # Told by what has running averages, and by the number of axes, not by names.
+    # Norms are recognised by their running averages and by the number of axes, not by names.
     norms = {path.rpartition("/")[0] for path in parameters.leaf_paths(tree["batch_stats"])}
     of_norms = {path for path in paths if path.rpartition("/")[0] in norms}
     vectors = {path for path, leaf in zip(paths, leaves, strict=True) if leaf.ndim == 1}
     exempt = {"resnet": of_norms, "efficientnet": vectors, "all": set()}[preset]
     assert len(of_norms) == 2 * len(norms) and of_norms <= vectors
-    # A bias of its own has the output, and squeeze-excite's two layers in each block.
+    # Only the output layer and squeeze-excite's two layers per block have a separate bias.
     biases = {"davidnet": 0, "efficientnet_b0": 2 * 16 + 1, "efficientnet_b1": 2 * 23 + 1}
     assert len(vectors - of_norms) == biases.get(name, 1)
-    facts = jax.tree.leaves(parameters.resolve(tree["params"], preset))
-    for path, fact in zip(paths, facts, strict=True):
-        expected = parameters.ParameterFacts(path not in exempt, path not in exempt)
-        assert fact == expected, path
+    metadata = jax.tree.leaves(parameters.resolve(tree["params"], preset))
+    for path, meta in zip(paths, metadata, strict=True):
+        expected = parameters.ParameterMetadata(path not in exempt, path not in exempt)
+        assert meta == expected, path
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -56,13 +55,13 @@ def test_facts_of_every_parameter(name: str, preset: str) -> None:
 def test_every_batch_norm_has_the_fields(
     name: str, momentum: float, epsilon: float, train: bool
 ) -> None:
-    found = []
+    actual = []
 
     def record(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         norm = context.module
         if isinstance(norm, BatchNorm):
             assert norm.use_running_average is not train
-            found.append((norm.group_size, norm.axis_name, norm.momentum, norm.epsilon))
+            actual.append((norm.group_size, norm.axis_name, norm.momentum, norm.epsilon))
         return run(*args, **kwargs)
 
     def apply(module: nn.Module) -> None:
@@ -76,23 +75,23 @@ def test_every_batch_norm_has_the_fields(
 
     with nn.intercept_methods(record):
         apply(models.MODULES[name]())
-        defaults, found = found, []
+        defaults, actual = actual, []
         apply(models.MODULES[name](group_size=2, axis_name=(), momentum=0.5, epsilon=0.1))
     count = len(jax.tree.leaves(shapes(name)["batch_stats"])) // 2
     assert defaults == [(None, None, momentum, epsilon)] * count
-    assert found == [(2, (), 0.5, 0.1)] * count
+    assert actual == [(2, (), 0.5, 0.1)] * count
 
 
 def products(jaxpr: Jaxpr) -> list[tuple[str, set[Any]]]:
-    """Returns kind and operands' dtypes of each convolution and matrix product."""
-    found = []
+    """Returns the operation and operand dtypes of each convolution and matrix product."""
+    actual = []
     for equation in jaxpr.eqns:
         kind = equation.primitive.name
         if kind in ("conv_general_dilated", "dot_general"):
-            found.append((kind, {operand.aval.dtype for operand in equation.invars}))
+            actual.append((kind, {operand.aval.dtype for operand in equation.invars}))
         for inner in jaxprs_in_params(equation.params):
-            found += products(inner)
-    return found
+            actual += products(inner)
+    return actual
 
 
 @pytest.mark.parametrize("name", ["davidnet", "efficientnet_b0", "resnet50"])
@@ -121,7 +120,7 @@ def test_bfloat16_computes_the_same_network() -> None:
     x = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
     variables = numpy_layers.variables(Small(), x)
     exact, near = (
-        jit(lambda v, x, dtype=dtype: Small(dtype=dtype).apply(v, x, train=False))(variables, x)
+        jax.jit(lambda v, x, dtype=dtype: Small(dtype=dtype).apply(v, x, train=False))(variables, x)
         for dtype in ("float32", "bfloat16")
     )
     assert 1e-4 < np.abs(near - exact).max() / np.std(exact) < 0.1
@@ -129,5 +128,5 @@ def test_bfloat16_computes_the_same_network() -> None:
 
 @pytest.mark.parametrize("name", ["davidnet", "efficientnet_b3", "resnet34"])
 def test_unknown_dtype(name: str) -> None:
-    with pytest.raises(UserError, match="config.model.dtype is 'float16'; known: float32, "):
+    with rejected("config.model.dtype", "float16", "is unknown"):
         models.build(name, dtype="float16")

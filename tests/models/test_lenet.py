@@ -1,4 +1,6 @@
-"""LeNet and LeNet-5."""
+"""LeNet and LeNet-5: shapes, initial values, and invalid fields."""
+
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,6 +10,7 @@ import pytest
 
 from lamb_tpu import models
 from lamb_tpu.models.lenet import LeNet, LeNet5
+from tests.raising import rejected
 
 KEY = jax.random.key(0)
 
@@ -42,17 +45,17 @@ def test_dropout_only_in_training() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, shape, fields, message",
+    "module, height, message",
     [
-        ("lenet5", (1, 8, 8, 1), {}, "needs images of 12x12 or more, not .8, 8, 1"),
-        ("lenet", (1, 10, 8, 1), {}, "needs height and width divisible by 4, not .10, 8, 1"),
-        ("lenet", (1, 8, 8, 1), {"dropout_rate": 1.0}, r"must be in \[0, 1\), not 1.0"),
+        (LeNet5(), 8, ("the network LeNet-5", ..., "gets images of shape (8, 8, 1)")),
+        (LeNet(), 10, ("the network LeNet", ..., "gets images of shape (10, 8, 1)")),
+        (LeNet(dropout_rate=1.0), 8, ("dropout_rate", 1.0, "is out of range")),
     ],
 )
-def test_what_does_not_fit(name: str, shape: tuple, fields: dict, message: str) -> None:
-    model = models.build(name, **fields)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(model.init, KEY, jax.ShapeDtypeStruct(shape, jnp.float32))
+def test_invalid_input(module: nn.Module, height: int, message: tuple[Any, ...]) -> None:
+    image = jax.ShapeDtypeStruct((1, height, 8, 1), jnp.float32)
+    with rejected(*message):
+        jax.eval_shape(models.linen(module).init, KEY, image)
 
 
 @pytest.mark.long

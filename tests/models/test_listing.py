@@ -12,8 +12,8 @@ from tests.marks import some
 
 KNOWN = {cost.name: cost for cost in COSTS}
 
-# Parameters as published. Multiply-adds of timm's networks, which tests/interchange/test_timm.py
-# counts by hooks on PyTorch's layers.
+# Published numbers of parameters. Multiply-adds are of timm's networks, as counted by hooks on
+# PyTorch's layers in tests/interchange/test_timm.py.
 PUBLISHED = {
     "efficientnet_b0": (5_288_548, 385_814_752, 224),
     "efficientnet_b1": (7_794_184, 686_802_832, 240),
@@ -28,11 +28,11 @@ PUBLISHED = {
     "resnet50": (25_557_032, 4_089_184_256, 224),
     "resnet101": (44_549_160, 7_801_405_440, 224),
     "resnet152": (60_192_808, 11_513_626_624, 224),
-    # By hand: five of its convolutions have as many as the second.
+    # By hand: five of DavidNet's convolutions cost the same as its second.
     "davidnet": (6_573_120, 32**2 * 64 * 27 + 5 * 32**2 * 128 * 576 + 5_120, 32),
 }
 # Billions of multiply-adds in Table 2 of arXiv:1905.11946 and Table 1 of arXiv:1512.03385, which
-# call them FLOPs; the latter has v1, whose bottlenecks have their stride in the first convolution.
+# call them FLOPs. The latter has v1, where the first convolution of a bottleneck has the stride.
 PAPERS = {
     "efficientnet_b0": 0.39,
     "efficientnet_b1": 0.70,
@@ -67,15 +67,15 @@ def test_other_networks() -> None:
     described = {name: describe(name) for name in set(models.MODULES) - set(PUBLISHED)}
     assert described == {name: KNOWN[name] for name in described}
     assert set(described) == {"bert", "gnmt", "lenet", "lenet5", "lstm_lm", "mlp", "row_lstm"}
-    # BERT Base with both heads of pre-training, and 20 masked words.
+    # BERT Base with both pre-training heads, and 20 masked words.
     layer = 4 * 768**2 + 2 * 768 * 3072 + 2 * 128 * 768
     heads = 20 * (768**2 + 768 * 30522) + 768**2 + 2 * 768
     types = 128 * 2 * 768
     expected = ("bert", 110_106_428, 12 * 128 * layer + heads + types, (128,))
     assert described["bert"] == expected
-    # GNMT: MLPerf's log has 160,671,297, with a second bias of 4,096 in each of nine LSTMs.
+    # GNMT: MLPerf's log has 160,671,297, including a second bias of 4,096 in each of nine LSTMs.
     assert described["gnmt"].parameters == 160_671_297 - 9 * 4 * 1024
-    lstms = (5 * 2 + 4 * 3) * 4 * 1024**2  # of the inputs' width and of the hidden one
+    lstms = (5 * 2 + 4 * 3) * 4 * 1024**2  # five LSTMs with 1,024 inputs, four with 2,048
     rest = 2 * 1024**2 + 1024 * 32_320 + 128 * 1024
     assert described["gnmt"].multiply_adds == 128 * (lstms + rest)
     assert described["lenet"].parameters == 3_274_634

@@ -1,4 +1,4 @@
-"""LSTM layers beside PyTorch's recorded ones, and beside Flax's."""
+"""LSTM layers against recorded PyTorch layers and against Flax."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lamb_tpu.models.lstm import LSTM, from_torch, to_tensorflow, to_torch
+from lamb_tpu.models.lstm import LSTM
 from tests.golden_families import FAMILIES
 from tests.optim import goldens
 
@@ -23,15 +23,15 @@ def inputs() -> jax.Array:
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
 def test_rows_of_an_image_as_torch(entry: dict[str, Any]) -> None:
     recorded = goldens.record(entry)
-    found = FAMILIES[entry["family"]](entry, recorded, goldens.inputs())
+    actual = FAMILIES[entry["family"]](entry, recorded, goldens.inputs())
     compared = {key for key in recorded if key.startswith(("grad32/", "logits", "loss"))}
-    assert found.keys() == compared and len(compared) >= 8
-    for key, value in found.items():
+    assert actual.keys() == compared and len(compared) >= 8
+    for key, value in actual.items():
         assert value.shape == recorded[key].shape
         np.testing.assert_allclose(value, recorded[key], atol=1e-6, err_msg=key)
 
 
-def test_a_setting_without_meaning_is_refused() -> None:
+def test_an_unknown_setting_is_rejected() -> None:
     entry = goldens.find(implementation="torch_lstm_classifier")
     entry["hyper"]["bidirectional"] = True
     with pytest.raises(ValueError, match="bidirectional"):
@@ -68,13 +68,13 @@ def test_as_flax(reverse: bool) -> None:
     np.testing.assert_allclose(last.cell, carried, atol=1e-6)
 
 
-def test_a_sequence_in_two_parts() -> None:
+def test_a_sequence_in_two_segments() -> None:
     layer = LSTM(FEATURES)
     variables = layer.init(jax.random.key(1), inputs())
-    whole, last = layer.apply(variables, inputs())
+    full, last = layer.apply(variables, inputs())
     first, carry = layer.apply(variables, inputs()[:4])
     second, end = layer.apply(variables, inputs()[4:], carry)
-    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(np.concatenate([first, second]), full)
     np.testing.assert_array_equal(end.cell, last.cell)
 
 
@@ -91,21 +91,3 @@ def test_initial_values() -> None:
     assert np.abs(bias).max() <= 0.05
     wide = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]["hidden_kernel"]
     assert 0.3 < np.abs(wide).max() <= 0.5
-
-
-def test_layout_of_tensorflow() -> None:
-    """One kernel, inputs above hidden, with the gates in the order i, g, f, o."""
-    params = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]
-    found = to_tensorflow(params)
-    both = np.concatenate([inputs()[0], np.ones((BATCH, FEATURES))], -1)
-    i, g, f, o = np.split(both @ found["kernel"] + found["bias"], 4, -1)
-    ours = inputs()[0] @ params["input_kernel"] + params["hidden_kernel"].sum(0) + params["bias"]
-    for gate, expected in zip((i, f, g, o), np.split(ours, 4, -1), strict=True):
-        np.testing.assert_allclose(gate, expected, atol=1e-6)
-
-
-def test_torch_and_back() -> None:
-    params = LSTM(FEATURES).init(jax.random.key(1), inputs())["params"]
-    again = from_torch(to_torch(params))
-    for name in params:
-        np.testing.assert_array_equal(again[name], params[name])

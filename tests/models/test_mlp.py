@@ -1,4 +1,4 @@
-"""The fully connected network; and that one with BatchNorm or dropout is the same everywhere."""
+"""The fully connected network; BatchNorm and dropout give the same results with every sharding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lamb_tpu import models
 from lamb_tpu.models.dropout import example_positions
 from tests.marks import some
+from tests.raising import rejected
 
 KEY = jax.random.key(0)
 BATCH, DEVICES = 32, 8
@@ -51,7 +52,7 @@ def test_batch_norm_comes_before_the_relu_in_groups() -> None:
     np.testing.assert_allclose(logits, hidden @ params["output"]["kernel"], rtol=1e-4, atol=1e-5)
     moved = 0.01 * np.mean(x @ params["hidden0"]["kernel"], 0)
     np.testing.assert_allclose(state["batch_stats"]["norm0"]["mean"], moved, rtol=1e-5, atol=1e-7)
-    # Evaluation takes the running averages, of which the first are 0 and 1.
+    # Evaluation uses the running averages, initially 0 and 1.
     logits, _ = model.apply(variables, x, train=False)
     plain = models.build("mlp", hidden_sizes=(5, 4))
     no_bias = {name: {**params[name], "bias": 0.0} for name in ("hidden0", "hidden1")}
@@ -66,14 +67,14 @@ def test_dropout_comes_after_the_relu() -> None:
     params = model.init(KEY, x)["params"]
     hidden = np.maximum(x @ params["hidden0"]["kernel"], 0)
 
-    # The gradient of the last kernel shows which of its inputs were left, and their factor.
+    # The gradient of the last kernel shows which of its inputs were not dropped, and their factor.
     def total(params: Any) -> jax.Array:
         return jnp.sum(model.apply({"params": params}, x[:1], train=True, key=KEY)[0])
 
     seen = jax.grad(total)(params)["output"]["kernel"][:, 0]
-    kept = np.asarray(seen != 0)
-    np.testing.assert_allclose(seen, kept * hidden[0] / 0.75, rtol=1e-5)
-    assert 0.6 < kept[hidden[0] > 0].mean() < 0.9
+    mask = np.asarray(seen != 0)
+    np.testing.assert_allclose(seen, mask * hidden[0] / 0.75, rtol=1e-5)
+    assert 0.6 < mask[hidden[0] > 0].mean() < 0.9
 
 
 FIELDS = {
@@ -85,7 +86,7 @@ FIELDS = {
 
 
 def step(model: models.Model, axis: str | None, params: Any, state: Any, x: Any, w: Any) -> Any:
-    """Logits, new state and the gradient of sum(w * logits^2), over all devices."""
+    """Returns logits, new state and the gradient of sum(w * logits^2), over all devices."""
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         logits, new = model.apply({"params": params, **state}, x, train=True, key=KEY)
@@ -97,8 +98,8 @@ def step(model: models.Model, axis: str | None, params: Any, state: Any, x: Any,
     return logits, (new, jax.lax.psum(grads, axis) if axis else grads)
 
 
-def placed(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
-    """`step` of (params, state, x, w), compiled for a placement."""
+def sharded(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
+    """Returns `step` of (params, state, x, w), compiled for a sharding."""
     named = placement in ("shard_map", "pmap")
     model = models.build(
         "mlp", axis_name=("data",) if named else (), hidden_sizes=(24, 16), **fields
@@ -130,22 +131,22 @@ def placed(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", some(FIELDS, ("batch_norm, whole", "both, groups of 8")))
-def test_the_same_outputs_and_gradients_in_every_placement(kind: str) -> None:
+def test_the_same_outputs_and_gradients_with_every_sharding(kind: str) -> None:
     x = 3 + 2 * jax.random.normal(KEY, (BATCH, 12))
     w = jax.random.normal(jax.random.key(1), (BATCH, 10))
     fields = FIELDS[kind]
     state = dict(models.build("mlp", hidden_sizes=(24, 16), **fields).init(KEY, x))
     params = state.pop("params")
     params, state, x, w = jax.tree.map(np.asarray, (params, state, x, w))
-    expected = placed("1 device", fields)(params, state, x, w)
+    expected = sharded("1 device", fields)(params, state, x, w)
     largest = jax.tree.map(lambda a: np.max(np.abs(a)), expected)
     for placement in ("jit", "shard_map", "pmap"):
-        found = placed(placement, fields)(params, state, x, w)
+        actual = sharded(placement, fields)(params, state, x, w)
         jax.tree.map(
             lambda a, b, size: np.testing.assert_allclose(
                 a, b, rtol=1e-6, atol=1e-6 * size, err_msg=placement
             ),
-            found,
+            actual,
             expected,
             largest,
         )
@@ -154,15 +155,15 @@ def test_the_same_outputs_and_gradients_in_every_placement(kind: str) -> None:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"hidden_sizes": (0,)}, "hidden_sizes must be whole numbers of at least 1, not"),
-        ({"hidden_sizes": (8, -1)}, "hidden_sizes must be whole numbers of at least 1, not"),
-        ({"hidden_sizes": (2.5,)}, "hidden_sizes must be whole numbers of at least 1, not"),
-        ({"hidden_sizes": "abc"}, "hidden_sizes must be whole numbers of at least 1, not"),
-        ({"group_size": 8}, "group_size is 8; it needs batch_norm=True"),
-        ({"dropout_rate": 1.5}, r"rate of dropout must be in \[0, 1\), not 1.5"),
+        ({"hidden_sizes": (0,)}, ("hidden_sizes", (0,), "has the wrong type")),
+        ({"hidden_sizes": (8, -1)}, ("hidden_sizes", (8, -1), "has the wrong type")),
+        ({"hidden_sizes": (2.5,)}, ("config.model.hidden_sizes", (2.5,), "has the wrong type")),
+        ({"hidden_sizes": "abc"}, ("config.model.hidden_sizes", "abc", "has the wrong type")),
+        ({"group_size": 8}, ("group_size", 8, "needs BatchNorm", "use batch_norm=True")),
+        ({"dropout_rate": 1.5}, ("dropout_rate", 1.5, "is out of range")),
     ],
 )
-def test_fields_that_cannot_be(fields: dict[str, Any], message: str) -> None:
-    model = models.build("mlp", **fields)
-    with pytest.raises(ValueError, match=message):
+def test_fields_that_cannot_be(fields: dict[str, Any], message: tuple[Any, ...]) -> None:
+    with rejected(*message):
+        model = models.build("mlp", **fields)
         jax.eval_shape(model.init, KEY, jax.ShapeDtypeStruct((1, 4), jnp.float32))

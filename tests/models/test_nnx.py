@@ -11,11 +11,10 @@ from flax import nnx
 from lamb_tpu.models import Model
 from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.models.nnx import functions
-from tests.quick import jit
 
 
 class Network(nnx.Module):
-    """Parameters in a list of twelve, tied ones, averages, dropout, and a value that is sown."""
+    """Twelve layers in a list, one of them tied, with BatchNorm, dropout, and a sown value."""
 
     def __init__(self, width: int = 3, rate: float = 0.5, *, rngs: nnx.Rngs):
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(12)])
@@ -47,7 +46,7 @@ def variables(model: Model) -> Any:
 
 def test_variables_are_plain(variables: Any) -> None:
     assert set(variables) == {"params", "state"}
-    assert set(variables["params"]) == {"layers", "norm"}  # a tied layer is there once
+    assert set(variables["params"]) == {"layers", "norm"}  # a tied layer appears once
     assert set(variables["params"]["layers"]) == {str(number) for number in range(12)}
     assert set(variables["state"]["norm"]) == {"mean", "var"}
     assert all(type(leaf) is not nnx.Param for leaf in jax.tree.leaves(variables))
@@ -63,7 +62,7 @@ def test_outputs_are_those_of_the_module(model: Model, variables: Any) -> None:
     np.testing.assert_array_equal(outputs, module(X))
     jax.tree.map(np.testing.assert_array_equal, state, {"state": variables["state"]})
     module.train()
-    outputs, state = jit(lambda v, x, key: model.apply(v, x, train=True, key=key))(
+    outputs, state = jax.jit(lambda v, x, key: model.apply(v, x, train=True, key=key))(
         variables, X, jax.random.key(2)
     )
     np.testing.assert_allclose(outputs[0], module(X)[0], rtol=1e-4, atol=1e-5)
@@ -80,7 +79,7 @@ def test_dropout_follows_the_key(model: Model, variables: Any) -> None:
     assert set(np.unique(first)) == {0, 2} and not np.array_equal(first, second)
     np.testing.assert_array_equal(drawn(0), [first, second])
     assert not np.array_equal(drawn(1)[0], first)
-    with example_positions(jnp.arange(64, 128)):  # another part of the batch
+    with example_positions(jnp.arange(64, 128)):  # another microbatch
         assert not np.array_equal(drawn(0)[0], first)
     hardware = model.apply(variables, X, train=True, key=jax.random.key(0, impl="rbg"))[0]
     assert set(np.unique(hardware[1:])) == {0, 2}
@@ -95,6 +94,6 @@ def test_gradients_reach_every_parameter(model: Model, variables: Any) -> None:
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
-def test_what_makes_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="what takes rngs must make an nnx.Module, not "):
+def test_a_function_that_returns_no_module_is_rejected() -> None:
+    with pytest.raises(TypeError, match="the argument rngs must return an nnx.Module, not "):
         functions(lambda rngs: jnp.zeros(3))

@@ -1,4 +1,4 @@
-"""Traffic of a step with BatchNorm: sums over its groups, and no gathers."""
+"""Communication in a step with BatchNorm: sums over its groups, and no gathers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from lamb_tpu.cost.traffic import collectives
 from lamb_tpu.models.norm import BatchNorm
 
+pytestmark = pytest.mark.optimized
+
 BATCH = 32
 KEY = jax.random.key(0)
 
@@ -23,7 +25,7 @@ def mesh_of(shape: Sequence[int]) -> Mesh:
 
 
 class Network(nn.Module):
-    """Two convolutions, each with a normalisation."""
+    """Two convolutions, each followed by BatchNorm."""
 
     group_size: int | None
     axis_name: Any = None
@@ -37,7 +39,7 @@ class Network(nn.Module):
 
 
 def compiled_step(mesh: Mesh, group_size: int | None, dtype: Any, shard_map: bool) -> str:
-    """The compiled program of a training step, 4 examples on a device."""
+    """Returns the compiled training step with 4 examples per device."""
     names = mesh.axis_names
     network = Network(group_size, names if shard_map else None)
     x = jnp.zeros((4 * mesh.size, 8, 8, 3), dtype)
@@ -56,8 +58,8 @@ def compiled_step(mesh: Mesh, group_size: int | None, dtype: Any, shard_map: boo
     specs = (P(), P(names))
     if shard_map:
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    whole, split = (NamedSharding(mesh, spec) for spec in specs)
-    step = jax.jit(step, in_shardings=(whole, split), out_shardings=whole)
+    full, split = (NamedSharding(mesh, spec) for spec in specs)
+    step = jax.jit(step, in_shardings=(full, split), out_shardings=full)
     return step.lower(variables, x).compile().as_text()
 
 
@@ -77,18 +79,19 @@ def test_compiled_step_reduces_over_the_groups_and_gathers_nothing(
     group_size: int | None, dtype: Any, shape: Sequence[int], shard_map: bool
 ) -> None:
     program = compiled_step(mesh_of(shape), group_size, dtype, shard_map)
-    found = [(one.kind, [list(group) for group in one.groups]) for one in collectives(program)]
-    assert {kind for kind, _ in found} == {"all-reduce"}
+    actual = [(one.kind, [list(group) for group in one.groups]) for one in collectives(program)]
+    assert {kind for kind, _ in actual} == {"all-reduce"}
     replicas = (group_size or BATCH) // 4
     if replicas < 2:
-        # Gradients and running averages, the variances of which need the means before.
-        assert all(groups == [[*range(8)]] for _, groups in found)
-        assert len(found) <= 5
+        # The all-reduces sum gradients and running averages; running variances need the means first.
+        assert all(groups == [[*range(8)]] for _, groups in actual)
+        assert len(actual) <= 5
         return
-    own = [[*range(i, i + replicas)] for i in range(0, 8, replicas)]
+    expected = [[*range(i, i + replicas)] for i in range(0, 8, replicas)]
     across = [[*range(i, 8, replicas)] for i in range(replicas)]
-    assert all(groups in (own, across, [[*range(8)]]) for _, groups in found)
-    # In each layer one round backward, and forward one for bfloat16, two for float32.
+    assert all(groups in (expected, across, [[*range(8)]]) for _, groups in actual)
+    # Each layer communicates once in the backward pass; in the forward pass once for bfloat16, and
+    # twice for float32.
     rounds = 2 * (2 if dtype == jnp.bfloat16 else 3)
-    count = sum(groups == own for _, groups in found)
+    count = sum(groups == expected for _, groups in actual)
     assert rounds <= count <= rounds + (0 if group_size else 2)

@@ -1,6 +1,6 @@
-"""BatchNorm over groups of devices in the training step of whole networks, on 8 devices.
+"""BatchNorm over groups of devices in the training step of complete networks on 8 devices.
 
-Of a few layers: tests/models/test_norm.py has the layer alone, in every placement.
+The networks have few layers; tests/models/test_norm.py tests the layer with every sharding.
 """
 
 import functools
@@ -20,11 +20,10 @@ from tests import tiny
 from tests.marks import some
 from tests.models.numpy_layers import conv, variables
 from tests.parallel.nets import difference
-from tests.quick import OPTIONS
 
-DEVICES, ROWS, UPDATES = 8, 4, 3  # rows of a batch on a device
+DEVICES, ROWS, UPDATES = 8, 4, 3  # rows per device
 MOMENTUM = 0.5
-# Devices that share statistics. Each takes seconds to compile, so not every one is here.
+# Numbers of devices that share statistics. Each case takes seconds to compile, so some are missing.
 SHARED = {
     ("efficientnet", "shard_map"): (1, 2, 4, 8),
     ("efficientnet", "jit"): (4,),
@@ -36,7 +35,7 @@ MAIN_CASES = [("resnet", "jit", 8)]
 
 
 class CutResNet(ResNet):
-    """Two blocks of ResNet-18."""
+    """The first two blocks of ResNet-18."""
 
     blocks, bottleneck = (1, 1), False
 
@@ -48,7 +47,7 @@ NETWORKS = {
 
 
 class Trained(NamedTuple):
-    """The images of the first batch; all variables before and after one and `UPDATES` updates."""
+    """The images of the first batch; all variables after 0 updates, 1 update and `UPDATES` updates."""
 
     images: np.ndarray
     start: Any
@@ -58,7 +57,7 @@ class Trained(NamedTuple):
 
 @functools.cache
 def trained(network: str, backend: str, shared: int) -> Trained:
-    """By the training step, with groups of `shared` devices' rows."""
+    """Trains with groups that span `shared` devices."""
     fields = {
         **NETWORKS[network],
         "num_classes": 10,
@@ -82,7 +81,7 @@ def trained(network: str, backend: str, shared: int) -> Trained:
     given = {"params": start["params"], "model_state": {"batch_stats": start["batch_stats"]}}
     given = flax.traverse_util.flatten_dict(given, sep="/")
     state = jax.jit(run.init, out_shardings=run.shardings)(jax.random.key(0), given)
-    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(OPTIONS)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile()
     states = []
     for batch in batches:
         state, _ = step(state, run.shard_batch(batch))
@@ -98,9 +97,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def normalised(
     x: np.ndarray, start: Any, layer: tuple[str, ...], size: int, epsilon: float
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """By the statistics of each `size` examples; and the running averages after it.
+    """Normalises by the statistics of each `size` examples; also returns the running averages.
 
-    The whole batch's statistics come from the groups' by the law of total variance.
+    The full batch's statistics follow from the groups' by the law of total variance.
     """
     params, old = (
         functools.reduce(lambda tree, key: tree[key], layer, start[collection])
@@ -108,32 +107,32 @@ def normalised(
     )
     groups = x.reshape(-1, size, *x.shape[1:])
     mean, var = groups.mean((1, 2, 3)), groups.var((1, 2, 3))
-    places = (slice(None), None, None, None)
-    y = ((groups - mean[places]) / np.sqrt(var[places] + epsilon)).reshape(x.shape)
-    whole = {"mean": mean.mean(0), "var": var.mean(0) + mean.var(0)}
-    moved = {name: MOMENTUM * old[name] + (1 - MOMENTUM) * value for name, value in whole.items()}
+    axes = (slice(None), None, None, None)
+    y = ((groups - mean[axes]) / np.sqrt(var[axes] + epsilon)).reshape(x.shape)
+    full = {"mean": mean.mean(0), "var": var.mean(0) + mean.var(0)}
+    moved = {name: MOMENTUM * old[name] + (1 - MOMENTUM) * value for name, value in full.items()}
     return params["scale"] * y + params["bias"], moved
 
 
-def expected(network: str, found: Trained, shared: int) -> dict[str, Any]:
-    """The running averages of the network's first two normalisations, in float64."""
-    params, size, same = found.start["params"], shared * ROWS, ((1, 1), (1, 1))
+def expected(network: str, actual: Trained, shared: int) -> dict[str, Any]:
+    """Returns the running averages of the network's first two normalisations, in float64."""
+    params, size, same = actual.start["params"], shared * ROWS, ((1, 1), (1, 1))
     if network == "efficientnet":
-        # SAME of TensorFlow at an even size: the odd pixel lies at the end.
-        x = conv(found.images, params["stem_conv"]["kernel"], 2, ((0, 1), (0, 1)))
-        x, stem = normalised(x, found.start, ("stem_norm",), size, 1e-3)
+        # With TensorFlow's SAME and an even size, the odd pixel of padding is at the end.
+        x = conv(actual.images, params["stem_conv"]["kernel"], 2, ((0, 1), (0, 1)))
+        x, stem = normalised(x, actual.start, ("stem_norm",), size, 1e-3)
         x, layer, name = x / (1 + np.exp(-x)), "depthwise", "depthwise_norm"
     else:
-        x = conv(found.images, params["stem_conv"]["kernel"], 1, same)
-        x, stem = normalised(x, found.start, ("stem_norm",), size, 1e-5)
+        x = conv(actual.images, params["stem_conv"]["kernel"], 1, same)
+        x, stem = normalised(x, actual.start, ("stem_norm",), size, 1e-5)
         x, layer, name = np.maximum(x, 0), "conv1", "norm1"
     x = conv(x, params["stage1_block1"][layer]["kernel"], 1, same)
-    _, second = normalised(x, found.start, ("stage1_block1", name), size, 1e-5)
+    _, second = normalised(x, actual.start, ("stage1_block1", name), size, 1e-5)
     return {"stem_norm": stem, "stage1_block1": {name: second}}
 
 
-def apart(one: Trained, two: Trained, collection: str) -> float:
-    """Distance between two trainings, as a share of the distance that they moved."""
+def relative_distance(one: Trained, two: Trained, collection: str) -> float:
+    """Returns the distance between two trained networks, relative to the distance they moved."""
 
     def length(ours: Any, theirs: Any) -> float:
         squares = jax.tree.map(lambda a, b: np.sum((np.float64(a) - b) ** 2), ours, theirs)
@@ -149,24 +148,24 @@ def apart(one: Trained, two: Trained, collection: str) -> float:
 @pytest.mark.parametrize("case", some(CASES, MAIN_CASES))
 def test_statistics_are_those_of_numpy(case: tuple[str, str, int]) -> None:
     network, backend, shared = case
-    found = trained(network, backend, shared)
-    stats = tiny.arrays(found.first["batch_stats"])
-    of_groups = expected(network, found, shared)
+    actual = trained(network, backend, shared)
+    stats = tiny.arrays(actual.first["batch_stats"])
+    of_groups = expected(network, actual, shared)
     for path, value in tiny.arrays(of_groups).items():
         np.testing.assert_allclose(stats[path], value, rtol=2e-5, atol=2e-5, err_msg=path)
-    # Behind the first normalisation the groups are seen: other ones would not pass.
+    # After the first normalisation the groups matter: other groups would fail.
     other = 2 if shared != 2 else 1
-    assert difference(expected(network, found, other), of_groups) > 1e-3
+    assert difference(expected(network, actual, other), of_groups) > 1e-3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("network", some(NETWORKS, ("resnet",)))
-def test_training_depends_on_the_groups_and_not_on_the_placement(network: str) -> None:
+def test_training_depends_on_the_groups_and_not_on_sharding(network: str) -> None:
     for shared in SHARED[network, "jit"]:
         one, two = (trained(network, backend, shared) for backend in ("jit", "shard_map"))
-        assert apart(one, two, "params") < 1e-4
-        assert apart(one, two, "batch_stats") < 1e-4
-    # Groups of one device are local BatchNorm; any two sizes are two trainings.
+        assert relative_distance(one, two, "params") < 1e-4
+        assert relative_distance(one, two, "batch_stats") < 1e-4
+    # Groups of one device are local BatchNorm; any two group sizes train differently.
     several = [trained(network, "shard_map", shared) for shared in SHARED[network, "shard_map"]]
     for one, two in itertools.combinations(several, 2):
-        assert apart(one, two, "params") > 0.05
+        assert relative_distance(one, two, "params") > 0.05

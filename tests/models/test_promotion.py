@@ -1,6 +1,7 @@
-"""Every shipped network and its loss, traced where JAX forbids to mix dtypes without a cast."""
+"""Every shipped network and its loss, traced with strict dtype promotion."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 from lamb_tpu import models, tasks
-from lamb_tpu.models.efficientnet import Stage
+from lamb_tpu.models.efficientnet import BlockStage
 from lamb_tpu.models.promotion import Dense, LayerNorm
 
 ROWS, LENGTH = 4, 8
@@ -56,62 +57,52 @@ BERT = {
     "max_positions": LENGTH,
 }
 LSTM = {"vocab_size": 11, "features": 8, "num_layers": 2, "dropout_rate": 0.1}
-STAGES = (Stage(1, 3, 1, 1, 8), Stage(2, 5, 2, 6, 8))
+STAGES = (BlockStage(1, 3, 1, 1, 8), BlockStage(2, 5, 2, 6, 8))
 SMOOTHED = {"label_smoothing": 0.1}
 
-# network, its fields, task, its fields, batch
-CASES: dict[str, tuple[str, Fields, str, Fields, Fields]] = {
-    "mlp": (
-        "mlp",
-        {"batch_norm": True, "dropout_rate": 0.1},
-        "classification",
-        {**SMOOTHED, "mixup_alpha": 0.2},
-        _images(8),
-    ),
-    "lenet": ("lenet", {}, "classification", SMOOTHED, _images(28, 1)),
-    "lenet5": ("lenet5", {}, "classification", {}, _images(28, 1)),
-    "row_lstm": ("row_lstm", {}, "classification", {}, _images(8, 1)),
-    "resnet18": ("resnet18", {}, "classification", {**SMOOTHED, "cutmix_alpha": 1.0}, _images(32)),
-    "davidnet": ("davidnet", {"width": 8}, "classification", {}, _images(32)),
-    "efficientnet": ("efficientnet_b0", {"stages": STAGES}, "classification", {}, _images(16)),
-    "bert": ("bert", BERT, "masked_lm", {}, MASKED),
-    "bert-scanned": (
-        "bert",
-        {**BERT, "scan_layers": True, "remat": "full"},
-        "masked_lm",
-        {},
-        MASKED,
-    ),
-    "bert-spans": ("bert", {**BERT, "heads": ("span",)}, "question_answering", {}, SPANS),
-    "lstm_lm": ("lstm_lm", LSTM, "language_model", {}, STREAM),
-    "lstm_lm-tied": (
-        "lstm_lm",
-        {**LSTM, "tied": True, "dropout": "variational"},
-        "language_model",
-        {},
-        STREAM,
-    ),
-    "gnmt": ("gnmt", {"vocab_size": 11, "features": 8, "num_layers": 3}, "translation", {}, PAIRS),
+SCANNED = {**BERT, "scan_layers": True, "remat": "full"}
+TIED = {**LSTM, "tied": True, "dropout": "variational"}
+NORMED = {"batch_norm": True, "dropout_rate": 0.1}
+GNMT = {"vocab_size": 11, "features": 8, "num_layers": 3}
+# Network, possibly with a suffix -> network fields, task, task fields, batch.
+CASES: dict[str, tuple[Fields, str, Fields, Fields]] = {
+    "mlp": (NORMED, "classification", {**SMOOTHED, "mixup_alpha": 0.2}, _images(8)),
+    "lenet": ({}, "classification", SMOOTHED, _images(28, 1)),
+    "lenet5": ({}, "classification", {}, _images(28, 1)),
+    "row_lstm": ({}, "classification", {}, _images(8, 1)),
+    "resnet18": ({}, "classification", {**SMOOTHED, "cutmix_alpha": 1.0}, _images(32)),
+    "davidnet": ({"width": 8}, "classification", {}, _images(32)),
+    "efficientnet_b0": ({"stages": STAGES}, "classification", {}, _images(16)),
+    "bert": (BERT, "masked_lm", {}, MASKED),
+    "bert-scanned": (SCANNED, "masked_lm", {}, MASKED),
+    "bert-spans": ({**BERT, "heads": ("span",)}, "question_answering", {}, SPANS),
+    "lstm_lm": (LSTM, "language_model", {}, STREAM),
+    "lstm_lm-tied": (TIED, "language_model", {}, STREAM),
+    "gnmt": (GNMT, "translation", {}, PAIRS),
 }
 
 
-def _has_dtype(network: str) -> bool:
-    return "dtype" in inspect.signature(models.MODULES[network]).parameters
+def _network(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def _has_dtype(name: str) -> bool:
+    return "dtype" in inspect.signature(models.MODULES[_network(name)]).parameters
 
 
 @pytest.mark.parametrize(
     "name, dtype",
     [
         (name, dtype)
-        for name, case in CASES.items()
-        for dtype in (("float32", "bfloat16") if _has_dtype(case[0]) else ("float32",))
+        for name in CASES
+        for dtype in (("float32", "bfloat16") if _has_dtype(name) else ("float32",))
     ],
 )
 def test_strict_promotion(name: str, dtype: str) -> None:
-    network, fields, problem, options, batch = CASES[name]
-    if _has_dtype(network):
+    fields, problem, options, batch = CASES[name]
+    if _has_dtype(name):
         fields = {**fields, "dtype": dtype}
-    model = models.build(network, **fields)
+    model = models.build(_network(name), **fields)
     task = tasks.build(problem, model, **options)
     key = jax.random.key(0)
 
@@ -131,7 +122,7 @@ def test_strict_promotion(name: str, dtype: str) -> None:
             jax.value_and_grad(loss, has_aux=True), params, rest, training
         )
         evaluated = {**batch, "mask": _array(dtype=jnp.float32)}
-        if network == "lstm_lm":  # windows of a stream
+        if problem == "language_model":  # consecutive windows of text
             evaluated |= {field: _array(2, LENGTH) for field in ("inputs", "targets")}
         jax.eval_shape(task.evaluate, params, rest, evaluated)
         if isinstance(task, tasks.HostScored):
@@ -143,8 +134,10 @@ def test_strict_promotion(name: str, dtype: str) -> None:
 
 
 def test_every_family_of_networks_has_a_case() -> None:
-    families = {name.partition("_b")[0].rstrip("0123456789") for name in models.MODULES}
-    assert {case[0].partition("_b")[0].rstrip("0123456789") for case in CASES.values()} == families
+    def families(names: Iterable[str]) -> set[str]:
+        return {name.partition("_b")[0].rstrip("0123456789") for name in names}
+
+    assert families(map(_network, CASES)) == families(models.MODULES)
 
 
 @pytest.mark.parametrize(

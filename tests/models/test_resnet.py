@@ -1,4 +1,4 @@
-"""ResNet against a forward pass in NumPy, and how it starts. See also test_image_networks.py."""
+"""ResNet against a NumPy forward pass, and its initial values. See also test_image_networks.py."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import pytest
 
 from lamb_tpu.models.resnet import ResNet
 from tests.models import numpy_layers
-from tests.quick import jit
+from tests.raising import rejected
 
-# Odd: a pixel more on one side would tell.
+# An odd size, so that a shift by one pixel changes the result.
 IMAGES = np.random.default_rng(1).normal(size=(2, 21, 18, 3)).astype(np.float32)
 
 
@@ -61,14 +61,11 @@ def forward(module: ResNet, tree: Any, x: np.ndarray) -> np.ndarray:
 def test_forward_pass(network: type[ResNet], stem: str) -> None:
     module = network(num_classes=5, stem=stem)
     tree = numpy_layers.variables(module, IMAGES)
-    found = jit(lambda v, x: module.apply(v, x, train=False))(tree, IMAGES)
-    expected = forward(module, tree, IMAGES)
-    assert np.std(expected[0] - expected[1]) > 0.1
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    numpy_layers.check_forward(module, tree, IMAGES, forward(module, tree, IMAGES))
 
 
 def test_shortcuts() -> None:
-    """A projection exactly where the shape changes: not in a basic network's first stage."""
+    """Only blocks that change the shape have a projection; basic blocks of the first stage do not."""
     for network, expected in (
         (Basic, {"stage2_block1"}),
         (Bottleneck, {"stage1_block1", "stage2_block1"}),
@@ -79,7 +76,7 @@ def test_shortcuts() -> None:
 
 @pytest.mark.parametrize("zero_gamma", [True, False])
 def test_first_values(zero_gamma: bool) -> None:
-    @jit
+    @jax.jit
     def draw(key: jax.Array) -> Any:
         params = Bottleneck(zero_gamma=zero_gamma).init(key, IMAGES, train=False)["params"]
         kernels = params["stage2_block2"]["conv2"], params["stem_conv"], params["output"]
@@ -102,17 +99,17 @@ def test_first_values(zero_gamma: bool) -> None:
         strict=True,
     ):
         assert abs(np.std(kernel) / deviation - 1) < 0.03
-        assert np.abs(kernel).max() > 3 * deviation  # not cut
+        assert np.abs(kernel).max() > 3 * deviation  # not truncated
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stem": "mnist"}, "stem is 'mnist'; known: imagenet, cifar"),
-        ({"zero_gamma": 1}, "zero_gamma must be True or False, not 1"),
-        ({"momentum": 1.5}, "momentum must be in .0, 1., not 1.5"),
+        ({"stem": "mnist"}, ("stem", "mnist", "is unknown", "use imagenet or cifar")),
+        ({"zero_gamma": 1}, ("zero_gamma", 1, "has the wrong type", "use True or False")),
+        ({"momentum": 1.5}, ("momentum", 1.5, "is out of range", "use 0 to 1")),
     ],
 )
-def test_mistakes(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_errors(fields: dict[str, Any], message: tuple[Any, ...]) -> None:
+    with rejected(*message):
         numpy_layers.variables(Basic(**fields), IMAGES)

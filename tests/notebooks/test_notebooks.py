@@ -12,9 +12,9 @@ from tests.shared import ROOT
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Those that take seconds; the others are marked long.
+# Notebooks that take seconds; the others are marked long.
 QUICK = [FOLDER / f"{name}.ipynb" for name in ("00_first_steps", "07_reading_the_records")]
-# Of libraries that a machine may lack: the TPU compiler is for Linux on x86-64.
+# Libraries that notebooks need and a machine may lack; the TPU compiler is for Linux on x86-64.
 NEEDS = {"04_planning_a_pod": "libtpu", "07_reading_the_records": "pandas"}
 
 
@@ -33,7 +33,7 @@ def test_runs(path):
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}
     )
-    client.execute()  # raises CellExecutionError with the cell's own traceback
+    client.execute()  # raises CellExecutionError with the traceback of the cell
     assert any(
         "image/png" in output.get("data", {})
         for cell in notebook.cells

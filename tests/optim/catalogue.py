@@ -1,4 +1,4 @@
-"""Every transform of the library, under a name, for the tests that send all of them through."""
+"""Every transform of the library by name, for tests that run all of them."""
 
 import functools
 import inspect
@@ -75,7 +75,7 @@ def _lamb_under_agvm(learning_rate, rules="all", axis_name=None):
     )
 
 
-# Each algorithm once, and what is built around one.
+# Each algorithm once, and one example of each wrapper.
 PLAIN: dict[str, Build] = {
     **OPTIMIZERS,
     "scale_by_trust_ratio": _trust_ratio_chain,
@@ -89,18 +89,17 @@ PLAIN: dict[str, Build] = {
 
 
 def takes(name: str, argument: str) -> bool:
-    """Returns whether the transform of that name in `PLAIN` takes the argument."""
     return argument in inspect.signature(PLAIN[name]).parameters
 
 
-# These need whole matrices or leaves inside shard_map; of a split one APOLLO needs the spec.
+# Inside shard_map Muon and Adafactor need full leaves, and APOLLO needs the spec of a split leaf.
 WHOLE = ("apollo", "muon", "adafactor")
-# These sum over devices by themselves, of leaves that are whole, and stand outermost.
+# These optimizers sum over devices themselves, need full leaves, and must be outermost.
 REDUCING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-# Those that take leaves split inside shard_map, whichever they are.
+# Transforms that support split leaves inside shard_map.
 SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name not in WHOLE]
 
-# The same with other arguments.
+# The same transforms, also with `collect` and with every preset.
 TRANSFORMS: dict[str, Build] = {
     **PLAIN,
     **{
@@ -112,7 +111,7 @@ TRANSFORMS: dict[str, Build] = {
         f"{name} {preset}": functools.partial(
             OPTIMIZERS[name],
             **{
-                # A first update that is thrown away shows nothing.
+                # `discard_first` makes the first update 0, so tests could not compare anything.
                 key: value
                 for key, value in arguments.items()
                 if key != "discard_first"

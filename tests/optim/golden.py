@@ -1,4 +1,4 @@
-"""From an entry of the golden index to our arguments: how to write each implementation here."""
+"""Maps entries of the golden index to arguments of this library's optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tests.optim import (
 )
 from tests.optim.golden_common import Settings
 
-# family -> (implementation, settings, params) -> the optimizer, or None for a plain bug
+# family -> (implementation, settings, params) -> the optimizer, or None for a bug that is not reproduced
 FAMILIES: dict[str, Callable[..., optax.GradientTransformation | None]] = {
     "lamb": golden_lamb.transform,
     "lars": golden_lars.transform,
@@ -23,7 +23,7 @@ FAMILIES: dict[str, Callable[..., optax.GradientTransformation | None]] = {
     "rmsprop_tf": golden_rmsprop_tf.transform,
 }
 
-# implementation -> the bug in it for the sake of which some setting of it is not repeated here
+# implementation -> a bug, because of which we do not reproduce some settings
 BUGS: dict[str, str] = {
     "deepspeed_fusedlamb": "a gradient norm that is one number for the group ends the loop over "
     "the parameters after the first: the others are never updated",
@@ -34,19 +34,19 @@ BUGS: dict[str, str] = {
     "author_diffgrad_v1": "it keeps the last gradient by reference: where that memory holds the "
     "new gradient, this is compared with itself: the coefficient is 0.5 from the second update on",
 }
-# implementation -> what is in the names of its runs with the bug, where nothing else shows it
+# implementation -> a text in the names of the runs with the bug, if no setting identifies them
 BUGGY = {"author_diffgrad_v1": "reusedgrad"}
 
 
 def transform_for(entry: dict[str, Any], params: Any) -> optax.GradientTransformation | None:
-    """The optimizer that repeats an entry's run on `params`; None if its code is a plain bug.
+    """Returns the optimizer that reproduces the run of an entry; None for a bug that is not reproduced.
 
     Args:
       entry: an element of `files` in golden/index.json.
-      params: the tree of the run, {'dense/kernel': ..., ...}.
+      params: the parameters of the run, {'dense/kernel': ..., ...}.
 
     Raises:
-      ValueError: a hyper-parameter without a meaning here, rather than ignoring it.
+      ValueError: a hyper-parameter has no counterpart here.
     """
     if entry["family"] not in FAMILIES:
         raise ValueError(f"the family {entry['family']!r} is unknown; known: {', '.join(FAMILIES)}")

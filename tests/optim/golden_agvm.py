@@ -1,4 +1,4 @@
-"""Recorded runs of AGVM's hook, repeated through `optim.agvm`."""
+"""Reproduces recorded runs of AGVM's hook with `optim.agvm`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns the parameters before each update and after the last, factors and measurements."""
+    """Returns our parameters, factors and measurements under the recorded keys."""
     del inputs
     settings = Settings(entry["hyper"])
     workers, steps = settings.take("workers"), settings.take("steps")
@@ -41,12 +41,14 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         b2=b2,
         eps_root=eps,
     )
-    hook.same_numbers("debug_mode")  # a print
+    hook.same_numbers("debug_mode")  # only prints
     if hook.take("warmup_iters", 0) > start:
-        raise NotImplementedError("the hook warns where it starts within the warm-up")
+        raise NotImplementedError("the hook warns if it starts within the warm-up")
     hook.check_empty(entry["implementation"])
     if use_adam and start == 0:
-        raise NotImplementedError("the hook reads second moments that there are none of: KeyError")
+        raise NotImplementedError(
+            "the hook reads second moments before the first update creates them: KeyError"
+        )
 
     params = {
         key.removeprefix("p32/"): jnp.asarray(value[0])
@@ -79,10 +81,10 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
 
 
 def _halves(each: dict[str, jax.Array], workers: int, due: jax.Array) -> tuple[Any, Any]:
-    """Both halves' means over the number of workers, and the gradient that is applied.
+    """Returns the mean of each half divided by the number of workers, and the applied gradient.
 
-    The hook divides by the integer part of half the square of the number of workers, so for an odd
-    one the gradient of an update that measures is not the mean.
+    The hook divides by the integer part of half the square of the number of workers, so with an odd
+    number of workers the gradient of an update that measures is not the mean.
     """
     middle, divisor = workers // 2, workers * workers // 2
     a = {name: leaf[:middle].sum(axis=0) / divisor for name, leaf in each.items()}
@@ -95,7 +97,7 @@ def _halves(each: dict[str, jax.Array], workers: int, due: jax.Array) -> tuple[A
 
 
 def _clipped(grads: dict[str, jax.Array], clip: Mapping[str, Any], on: jax.Array) -> Any:
-    """PyTorch's clipping, whose norm has 1e-6 added to it."""
+    """Clips like PyTorch, which adds 1e-6 to the norm."""
     if clip["norm_type"] != 2 or set(clip) != {"max_norm", "norm_type"}:
         raise ValueError(f"grad_clip {clip!r} is unknown")
     norm = optax.global_norm(grads)
@@ -104,7 +106,7 @@ def _clipped(grads: dict[str, jax.Array], clip: Mapping[str, Any], on: jax.Array
 
 
 def _inner(settings: Settings) -> tuple[optax.GradientTransformation, Any, float, float]:
-    """PyTorch's optimizer, its second moments, and their decay and eps."""
+    """Returns PyTorch's optimizer, its second moments, and their decay and eps."""
     kind, arguments = settings.take("optimizer"), Settings(settings.take("optimizer_kwargs"))
     rate, (b1, b2) = arguments.take("lr"), arguments.take("betas", (0.9, 0.999))
     eps = arguments.take("eps", 1e-8)
@@ -116,7 +118,7 @@ def _inner(settings: Settings) -> tuple[optax.GradientTransformation, Any, float
             optax.scale(-rate),
         )
     elif kind == "AdamW":
-        # LAMB without its ratio, with the start of its averages corrected in full precision.
+        # LAMB without its ratio, with bias correction in full precision.
         tx = optim.lamb(
             rate, b1, b2, eps, arguments.take("weight_decay", 1e-2), rules=[("", {"adapt": False})]
         )

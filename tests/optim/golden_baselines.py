@@ -1,4 +1,4 @@
-"""Optax's own optimizers as `make_optimizer` has them, for the recorded runs that they repeat."""
+"""Maps recorded runs to Optax's optimizers as `make_optimizer` builds them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ import optax
 from lamb_tpu import optim
 from tests.optim.golden_common import Settings, leaf_rules, rate
 
-# (implementation, setting) -> why no arguments here repeat it; 'setting' None for every run of it
+# (implementation, setting) -> why no arguments of ours reproduce the run; None stands for all settings
 OTHERS: dict[tuple[str, str | None], str] = {
     ("author_muon", None): "it iterates in bfloat16",
     ("author_muon_f32", None): "it does not correct the momentum, and its matrices are transposed",
@@ -21,10 +21,10 @@ OTHERS: dict[tuple[str, str | None], str] = {
 
 
 def transform(entry: dict[str, Any], params: Any) -> optax.GradientTransformation | None:
-    """The baseline that repeats an entry's run on `params`; None for one of `OTHERS`.
+    """Returns the baseline that reproduces the run of an entry; None if the entry is in `OTHERS`.
 
     Raises:
-      ValueError: a hyper-parameter without a meaning here.
+      ValueError: a hyper-parameter has no counterpart here.
     """
     implementation, setting = entry["implementation"], entry["setting"]
     if (implementation, None) in OTHERS or (implementation, setting) in OTHERS:
@@ -36,9 +36,9 @@ def transform(entry: dict[str, Any], params: Any) -> optax.GradientTransformatio
 
 
 def why_not(entry: Mapping[str, Any]) -> str:
-    """The reason why an entry is one of `OTHERS`."""
-    whole = OTHERS.get((entry["implementation"], None))
-    return whole or OTHERS[entry["implementation"], entry["setting"]]
+    """Returns the reason for which an entry is in `OTHERS`."""
+    full = OTHERS.get((entry["implementation"], None))
+    return full or OTHERS[entry["implementation"], entry["setting"]]
 
 
 def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
@@ -49,7 +49,7 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
     if settings.take("cautious_factor", 1.0) != 1.0:
         raise NotImplementedError("cautious_factor is no option of optax.scale_by_lion")
     if settings.take("decoupled_weight_decay", False):
-        strength /= peak  # the author's class does this to its argument
+        strength /= peak  # the author's class divides its argument too
     config = {"name": "lion", "b1": b1, "b2": b2, "weight_decay": strength}
     return optim.make_optimizer(config, schedule)
 
@@ -57,7 +57,7 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
 def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
     if settings.take("adaptive", False):
         raise NotImplementedError("adaptive is no option of muon here")
-    # Adam's decay is an argument of its own in Optax, 0 where it is not given.
+    # Optax has a separate argument for Adam's decay, by default 0.
     matrices = {name for name, leaf in params.items() if leaf.ndim == 2}
     return optim.make_optimizer(
         {
@@ -68,7 +68,7 @@ def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
             "eps": settings.take("eps", 1e-8),
             "consistent_rms": settings.take("consistent_rms"),
             "weight_decay": settings.take("weight_decay", 0.0),
-            # Optax takes every leaf with two axes for a matrix, tables too.
+            # Optax treats every leaf with two axes as a matrix, including embedding tables.
             "rules": leaf_rules(
                 params,
                 decay=matrices.__contains__,
@@ -80,7 +80,7 @@ def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
 
 
 def _schedule_free(settings: Settings, params: Any) -> optax.GradientTransformation:
-    # Every 20 rates in float64, as in `golden_common.rate`.
+    # Compute all 20 rates in float64, as in `golden_common.rate`.
     warmup_steps = max(settings.take("warmup_steps", 0), 1)
     table = settings.take("lr") * np.minimum((np.arange(20) + 1) / warmup_steps, 1.0)
     b1, b2 = settings.take("betas", (0.9, 0.999))

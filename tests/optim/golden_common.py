@@ -1,7 +1,7 @@
-"""Common parts of the families' mappings: learning rates, exclusions, and unread settings."""
+"""Shared code of the golden mappings: learning rates, exclusions, and unread settings."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,19 +14,34 @@ from lamb_tpu.optim.parameters import Rules
 
 
 class Settings(dict):
-    """The recorded implementation's arguments: taking one removes it, so what is left is unread."""
+    """Arguments of a recorded implementation; arguments left after all calls of `take` were not read."""
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value of a setting, or the default that the implementation has."""
+        """Returns the value of a setting, or the implementation's default."""
         return self.pop(name, default)
 
-    def assume(self, name: str, *values: Any, why: str = "the mapping assumes otherwise") -> None:
-        """Takes a setting that may be absent, None or one of `values`.
+    def renamed(
+        self, names: Mapping[str, Sequence[str]], known: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """Takes the settings with `names` and returns them as our `known` arguments.
 
-        Raises NotImplementedError with `why` for another value, rather than ignoring it.
+        `names` maps our argument to its names in the implementations. If the settings have two of
+        these names, the later name wins.
+        """
+        return {
+            ours: self.take(theirs)
+            for ours in known or names
+            for theirs in names[ours]
+            if theirs in self
+        }
+
+    def assume(self, name: str, *values: Any, why: str = "the mapping assumes otherwise") -> None:
+        """Checks that a setting is absent, None or one of `values`.
+
+        Raises NotImplementedError with the reason `why` for another value.
         """
         value = self.pop(name, None)
-        # True is not the number 1 here.
+        # In Python True == 1, but the setting True must not count as 1.
         if value is not None and not any(
             value == known and isinstance(value, bool) == isinstance(known, bool)
             for known in values
@@ -34,11 +49,11 @@ class Settings(dict):
             raise NotImplementedError(f"{name} is {value!r}: {why}")
 
     def same_numbers(self, name: str) -> None:
-        """Takes a flag for another way to compute the same numbers."""
+        """Ignores a flag that selects another way to compute the same numbers."""
         self.assume(name, True, False, why="it must be True or False")
 
     def legend(self, name: str) -> None:
-        """Takes a text that says how the recorded arrays are to be read."""
+        """Ignores a text that explains the recorded arrays."""
         if not isinstance(self.pop(name, ""), str):
             raise NotImplementedError(f"{name} must be a text about the recorded arrays")
 
@@ -49,7 +64,7 @@ class Settings(dict):
 
 
 def rate(settings: Settings) -> optax.ScalarOrSchedule:
-    """The learning rate: 'const', or 'warm', which rises for 6 updates and falls for 14."""
+    """Returns the learning rate: 'const', or 'warm', which rises for 6 updates and falls for 14."""
     base = settings.take("lr")
     base = settings.take("learning_rate", base)
     kind = settings.take("lr_schedule")
@@ -57,46 +72,51 @@ def rate(settings: Settings) -> optax.ScalarOrSchedule:
         return base
     if kind != "warm":
         raise ValueError(f"lr_schedule {kind!r} is unknown")
-    # From a table in float64, as the recorded runs had it: each rate is rounded once.
+    # Use a table in float64, as in the recorded runs, so that each rate is rounded once.
     count = np.arange(20)
     table = base * np.where(count < 6, (count + 1) / 6, (20 - count) / 14)
     return lambda count: jnp.asarray(table)[count]
 
 
-def rules(excluded: Sequence[str] | None, **facts: Any) -> Rules:
-    """Rules that give `facts` to the leaves whose path holds one of the patterns."""
+def rules(excluded: Sequence[str] | None, **metadata: Any) -> Rules:
+    """Returns rules that give `metadata` to leaves whose path contains one of the patterns."""
     if not excluded:
         return "all"
-    return [("|".join(excluded), facts), ("", {})]
+    return [("|".join(excluded), metadata), ("", {})]
 
 
-def leaf_rules(params: Any, **facts: Callable[[str], Any]) -> Rules:
-    """A rule for each leaf: every fact is given as a function of the leaf's path."""
+def leaf_rules(params: Any, **metadata: Callable[[str], Any]) -> Rules:
+    """Returns one rule per leaf; each field of the metadata is a function of the leaf's path."""
     return [
-        (f"^{re.escape(path)}$", {name: fact(path) for name, fact in facts.items()})
+        (f"^{re.escape(path)}$", {name: meta(path) for name, meta in metadata.items()})
         for path in paths(params)
     ]
 
 
 def unless(patterns: Iterable[str] | None) -> Callable[[str], bool]:
-    """Returns whether no pattern is found in a path."""
+    """Returns a predicate for paths that no pattern matches."""
     return lambda path: not any(re.search(pattern, path) for pattern in patterns or ())
 
 
-def group_without_decay(settings: Settings) -> Rules:
-    """Rules from the parameter group that has no weight decay."""
+def patterns_without_decay(settings: Settings) -> list[str]:
+    """Returns the patterns of the leaves in the parameter group without weight decay."""
     group = settings.take("excluded_group") or {"patterns": [], "weight_decay": 0.0}
     if set(group) != {"patterns", "weight_decay"} or group["weight_decay"]:
         raise ValueError(f"excluded_group {group!r} is unknown")
-    return rules(group["patterns"], decay=False)
+    return group["patterns"]
+
+
+def group_without_decay(settings: Settings) -> Rules:
+    """Returns rules from the parameter group without weight decay."""
+    return rules(patterns_without_decay(settings), decay=False)
 
 
 def grouped(
     settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
 ) -> Rules:
-    """Rules from the group that has options of its own, its decay 0 or that of the others.
+    """Returns rules from the parameter group with separate options; its decay is 0 or the common decay.
 
-    `tied` means that a group without decay adapts only where `always_adapt` is set.
+    If `tied`, a group without decay only adapts if `always_adapt` is set.
     """
     group = dict(settings.take("excluded_group") or {})
     excluded = unless(group.pop("patterns", None))
@@ -114,7 +134,7 @@ def grouped(
 
 
 def timm_decay(settings: Settings) -> dict[str, Any]:
-    """timm's weight decay: in the gradient, decoupled, or that and relative to the first rate."""
+    """Returns timm's weight decay: in the gradient, decoupled, or decoupled relative to the peak rate."""
     strength, peak = settings.take("weight_decay", 0.0), settings["lr"]
     decoupled = settings.take("decoupled_decay", False)
     corrected = settings.take("corrected_weight_decay", False)
@@ -127,7 +147,7 @@ def timm_decay(settings: Settings) -> dict[str, Any]:
 
 
 def mask(value: bool | str | None) -> Callable[[str], bool]:
-    """A mask as the record has it: True or None for every leaf, False, "not ['bias', ...]"."""
+    """Parses a recorded mask: True or None for every leaf, False, or "not ['bias', ...]"."""
     if value is None or isinstance(value, bool):
         return lambda path: value is not False
     if not re.fullmatch(r"not \[('\w+'(, )?)+\]", value):
@@ -136,6 +156,5 @@ def mask(value: bool | str | None) -> Callable[[str], bool]:
 
 
 def paths(params: Any) -> dict[str, jax.Array]:
-    """Every leaf by its path."""
     names = optim.parameters.leaf_paths(params)
     return dict(zip(names, jax.tree.leaves(params), strict=True))

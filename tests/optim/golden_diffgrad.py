@@ -1,4 +1,4 @@
-"""Recorded implementations of diffGrad as arguments of `optim.diffgrad`."""
+"""Maps recorded implementations of diffGrad to arguments of `optim.diffgrad`."""
 
 from typing import Any
 
@@ -7,12 +7,16 @@ import optax
 from lamb_tpu import optim
 from tests.optim.golden_common import Settings, group_without_decay, rate
 
+NAMES = {name: (theirs,) for name, theirs in (("b1", "beta1"), ("b2", "beta2"))}
+NAMES |= {name: (name,) for name in ("eps", "weight_decay")}
+
 
 def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
-    """The optimizer of an entry of the family 'diffgrad': all three have the same arguments.
+    """Returns the optimizer of an entry of the family 'diffgrad'.
 
-    The authors' first version too, as long as each gradient is a new tensor: it keeps the tensor,
-    not a copy. Where a framework overwrites it, the gradient is compared with itself.
+    The three implementations have the same arguments. The authors' first version stores the gradient's
+    tensor instead of a copy, so it only equals the others if each gradient is a new tensor. If a
+    framework overwrites the tensor, the gradient is compared with itself.
     """
     if implementation not in (
         "author_diffgrad_v1",
@@ -21,14 +25,5 @@ def transform(implementation: str, settings: Settings, params: Any) -> optax.Gra
     ):
         raise ValueError(f"{implementation!r} is unknown")
     del params
-    b1, b2, eps, weight_decay = (
-        settings.take(name, default)
-        for name, default in (
-            ("beta1", 0.9),
-            ("beta2", 0.999),
-            ("eps", 1e-8),
-            ("weight_decay", 0.0),
-        )
-    )
-    rules = group_without_decay(settings)
-    return optim.diffgrad(rate(settings), b1, b2, eps, weight_decay, rules)
+    arguments = settings.renamed(NAMES)
+    return optim.diffgrad(rate(settings), rules=group_without_decay(settings), **arguments)

@@ -1,4 +1,4 @@
-"""Recorded implementations of LAMB as arguments of `optim.lamb`."""
+"""Maps recorded implementations of LAMB to arguments of `optim.lamb`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import optax
 
 from lamb_tpu import optim
 from lamb_tpu.optim import trust_ratio
-from lamb_tpu.optim.parameters import ParameterFacts, Rules
+from lamb_tpu.optim.parameters import ParameterMetadata, Rules
 from lamb_tpu.optim.presets import preset
 from tests.optim.golden_common import (
     Settings,
@@ -21,7 +21,6 @@ from tests.optim.golden_common import (
     unless,
 )
 
-# Our argument -> what the implementations call it; where two are given, the later one was used.
 NAMES = {
     "b1": ("beta1", "beta_1"),
     "b2": ("beta2", "beta_2"),
@@ -33,20 +32,15 @@ NAMES = {
 def transform(
     implementation: str, settings: Settings, params: Any
 ) -> optax.GradientTransformation | None:
-    """The optimizer of an entry of the family 'lamb'; None for what only a bug computes."""
+    """Returns the optimizer of an entry of the family 'lamb'; None for a bug that is not reproduced."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"the implementation {implementation!r} of lamb is unknown")
     return IMPLEMENTATIONS[implementation](settings, params)
 
 
 def _arguments(settings: Settings, preset_name: str, **defaults: Any) -> dict[str, Any]:
-    """A preset, over it `defaults`, and over these what all implementations let one set."""
-    arguments = preset("lamb", preset_name) | defaults
-    for ours, theirs in NAMES.items():
-        for name in theirs:
-            if name in settings:
-                arguments[ours] = settings.take(name)
-    return arguments
+    """Returns a preset, overridden by `defaults` and by the settings that all implementations have."""
+    return preset("lamb", preset_name) | defaults | settings.renamed(NAMES)
 
 
 def _lamb(settings: Settings, arguments: dict[str, Any], rules: Rules):
@@ -57,7 +51,10 @@ def _lamb(settings: Settings, arguments: dict[str, Any], rules: Rules):
 
 
 def _listed(settings: Settings, params: Any) -> Rules:
-    """Exclusions where an adaptation list that is missing or empty is the list for decay."""
+    """Returns rules from the two lists of exclusions.
+
+    If the list for adaptation is empty or missing, the list for decay is used for both.
+    """
     undecayed = settings.take("exclude_from_weight_decay")
     unadapted = settings.take("exclude_from_layer_adaptation") or undecayed
     return leaf_rules(params, decay=unless(undecayed), adapt=unless(unadapted))
@@ -108,7 +105,7 @@ def _keras(settings, params):
 
 
 def _keras_clipping(settings: Settings, arguments: dict[str, Any], rules: Rules):
-    """LAMB after one of the three ways to clip that every Keras optimizer has."""
+    """Returns LAMB after one of the three clipping options of every Keras optimizer."""
     arguments["clip_global_norm"] = settings.take("global_clipnorm")
     each, value = settings.take("clipnorm"), settings.take("clipvalue")
     tx = _lamb(settings, arguments, rules)
@@ -136,8 +133,8 @@ def _optax(settings, params):
 
 
 def _flax_optim(settings, params):
-    # The ratio is 1 where the sum of the norms is 0, so weights of 0 never move. A direction of 0,
-    # which a tensor without gradient has when nothing decays, is multiplied by infinity.
+    # The ratio is 1 if the sum of the norms is 0, so weights of 0 never move. A direction of 0,
+    # which a tensor without gradient and decay has, is multiplied by infinity.
     arguments = _arguments(settings, "paper", weight_decay=0.0, zero_ratio=0.0)
     if arguments["weight_decay"] == 0:
         return None
@@ -200,7 +197,7 @@ def _moments(settings: Settings) -> str:
 
 
 def _deepspeed(settings, params):
-    # Of the loss, so of the gradients that were given, and divided out.
+    # The loss scale: the recorded gradients contain it, and the optimizer divides by it.
     if not settings.take("scale", 1.0) > 0:
         raise NotImplementedError("a scale of the loss that is not positive")
     norms = settings.take("grad_norms")
@@ -216,7 +213,7 @@ def _deepspeed(settings, params):
         "deepspeed",
         bias_correction="step" if settings.take("bias_correction", True) else "none",
         ratio_bounds=(settings.take("min_coeff", 0.01), settings.take("max_coeff", 10.0)),
-        # A list of the norm of all gradients, once for each parameter.
+        # `grad_norms` is a list that repeats the norm of all gradients for each parameter.
         clip_global_norm=max_norm or None,
     )
     if settings.take("eps_inside_sqrt", False):
@@ -231,7 +228,7 @@ def _cybertronai(settings, params):
 
 def _torch_optimizer(settings, params):
     largest = settings.take("clamp_value", 10)
-    # With the largest norm 0 every norm counts as 0, and the ratio is 1.
+    # If the largest norm is 0, every norm is clipped to 0, so the ratio is 1.
     adapt = not settings.take("adam", False) and largest > 0
     rules = grouped(settings, params, 0.0, adapt=adapt)
     arguments = _arguments(
@@ -252,7 +249,7 @@ def _nvidia_torch(settings, params):
 
 
 def _nvidia_jit(settings, params):
-    """Learning rate and ratio are float32, and multiplied so, whatever the parameters' dtype."""
+    """Computes and multiplies learning rate and ratio in float32, whatever the parameters' dtype."""
     settings.assume("adam", False, why="JITLamb has the argument, and its kernel does not read it")
     rules = grouped(settings, params, 0.0, adapt=False)
     arguments = _arguments(settings, "transformer_xl")
@@ -263,8 +260,10 @@ def _nvidia_jit(settings, params):
         step = schedule(state.count) if callable(schedule) else schedule
 
         def scaled(update, param):
-            norms = [trust_ratio.leaf_norm(leaf, ParameterFacts()) for leaf in (param, update)]
-            ratio = trust_ratio.trust_ratio(*norms, eps=arguments["eps"], phi_bounds=(0.0, 10.0))
+            norms = [trust_ratio.leaf_norm(leaf, ParameterMetadata()) for leaf in (param, update)]
+            ratio = trust_ratio.LayerRatio(eps=arguments["eps"], phi_bounds=(0.0, 10.0)).of_norms(
+                *norms
+            )
             return update * (jnp.float32(step) * ratio.astype(jnp.float32))
 
         updates, state = direction.update(grads, state, params)

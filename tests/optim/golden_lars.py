@@ -1,4 +1,4 @@
-"""Recorded implementations of LARS as arguments of `optim.lars`."""
+"""Maps recorded implementations of LARS to arguments of `optim.lars`."""
 
 import re
 from collections.abc import Iterable
@@ -10,9 +10,17 @@ import optax
 from lamb_tpu import optim
 from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.presets import preset
-from tests.optim.golden_common import Settings, grouped, leaf_rules, mask, paths, rate, unless
+from tests.optim.golden_common import (
+    Settings,
+    grouped,
+    leaf_rules,
+    mask,
+    paths,
+    patterns_without_decay,
+    rate,
+    unless,
+)
 
-# Our argument -> what the implementations call it; where two are given, the later one was used.
 NAMES = {
     "momentum": ("momentum", "beta"),
     "weight_decay": ("weight_decay",),
@@ -26,24 +34,20 @@ MOST = ("momentum", "weight_decay", "coefficient", "nesterov", "eps")
 
 
 def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
-    """The optimizer of an entry of the family 'lars'."""
+    """Returns the optimizer of an entry of the family 'lars'."""
     return IMPLEMENTATIONS[implementation](settings, params)
 
 
 def _lars(
     settings: Settings, known: Iterable[str], preset_name: str, rules: Rules, **defaults: Any
 ) -> optax.GradientTransformation:
-    """`optim.lars` with a preset, over it `defaults`, and over these the `known` settings."""
-    arguments = preset("lars", preset_name) | defaults
-    for ours in known:
-        for theirs in NAMES[ours]:
-            if theirs in settings:
-                arguments[ours] = settings.take(theirs)
+    """Returns `optim.lars` with a preset, overridden by `defaults` and by the `known` settings."""
+    arguments = preset("lars", preset_name) | defaults | settings.renamed(NAMES, known)
     return optim.lars(learning_rate(settings), rules=rules, **arguments)
 
 
 def learning_rate(settings: Settings) -> optax.ScalarOrSchedule:
-    """The learning rate, also where it is a multiple of the polynomial of MLPerf's train.py."""
+    """Returns the learning rate, which may be a multiple of the polynomial of MLPerf's train.py."""
     match = re.fullmatch(
         r"train\.py polynomial_learning_rate_fn\((\d+), (\d+) steps?/epoch, (\d+) epochs\)"
         r" \* ([\d.]+)",
@@ -52,7 +56,7 @@ def learning_rate(settings: Settings) -> optax.ScalarOrSchedule:
     if match is None:
         return rate(settings)
     settings.take("lr_schedule")
-    settings.take("lr")  # the peak of the multiple, which the schedule gives by itself
+    settings.take("lr")  # the multiple already contains the peak
     batch_size, steps_per_epoch, epochs = (int(number) for number in match.groups()[:3])
     base, warmup_epochs = next(
         (peak, warmup)
@@ -135,22 +139,16 @@ def _timm(settings, params):
 
 
 def _apex_larc(settings, params):
-    decay = unless(_group_without_decay(settings))
+    decay = unless(patterns_without_decay(settings))
     return _lars_of_torch(settings, "larc", leaf_rules(params, decay=decay))
 
 
 def _lars_of_torch(settings, name, rules):
     if not settings.get("momentum"):
-        settings.take("dampening")  # without momentum there is no buffer: nothing is dampened
+        settings.take(
+            "dampening"
+        )  # without momentum there is no buffer, so dampening has no effect
     return _lars(settings, NAMES, name, rules, momentum=0.0, weight_decay=0.0)
-
-
-def _group_without_decay(settings: Settings) -> list[str]:
-    """The patterns of the leaves in the parameter group that has no weight decay."""
-    group = settings.take("excluded_group") or {"patterns": [], "weight_decay": 0.0}
-    if set(group) != {"patterns", "weight_decay"} or group["weight_decay"]:
-        raise ValueError(f"excluded_group {group!r} is unknown")
-    return group["patterns"]
 
 
 def _barlow_twins(settings, params):

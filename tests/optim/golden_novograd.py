@@ -1,4 +1,4 @@
-"""Recorded implementations of NovoGrad as arguments of `optim.novograd`."""
+"""Maps recorded implementations of NovoGrad to arguments of `optim.novograd`."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from lamb_tpu.optim.parameters import Rules
 from lamb_tpu.optim.presets import preset
 from tests.optim.golden_common import Settings, group_without_decay, rate, timm_decay
 
-# Our argument -> what the implementations call it; where two are given, the later one was used.
 NAMES = {
     "b1": ("b1", "beta1", "beta_1"),
     "b2": ("b2", "beta2", "beta_2"),
@@ -24,7 +23,7 @@ MOST = ("b1", "b2", "eps", "weight_decay")
 
 
 def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
-    """The optimizer of an entry of the family 'novograd'."""
+    """Returns the optimizer of an entry of the family 'novograd'."""
     del params
     return IMPLEMENTATIONS[implementation](settings)
 
@@ -36,13 +35,8 @@ def _novograd(
     rules: Rules = "all",
     **arguments: Any,
 ) -> optax.GradientTransformation:
-    """`optim.novograd` with a preset, over it the `known` settings, and over these `arguments`."""
-    taken = {
-        ours: settings.take(theirs)
-        for ours in known
-        for theirs in NAMES[ours]
-        if theirs in settings
-    }
+    """Returns `optim.novograd` with a preset, overridden by the `known` settings and by `arguments`."""
+    taken = settings.renamed(NAMES, known)
     return optim.novograd(
         rate(settings), rules=rules, **preset("novograd", preset_name) | taken | arguments
     )
@@ -57,7 +51,6 @@ def _jasper(settings):
 
 
 def _torch(settings, preset_name, **arguments):
-    # The second moment is a float32 number whatever the dtype of the parameters.
     averaging = "all" if settings.take("grad_averaging", False) else "none"
     known = (*MOST, "amsgrad")
     excluded = group_without_decay(settings)
@@ -67,7 +60,7 @@ def _torch(settings, preset_name, **arguments):
         preset_name,
         excluded,
         grad_averaging=averaging,
-        nu_dtype="float32",
+        nu_dtype="float32",  # whatever the dtype of the parameters
         **arguments,
     )
 
@@ -94,7 +87,7 @@ def _apex(settings):
         arguments |= {"normalise": "gradient", "decay": "momentum"}
     arguments["norm"] = {0: "linf", 2: "l2"}[settings.take("norm_type", 2)]
     settings.assume("amsgrad", False, why="apex's FusedNovoGrad rejects it")
-    settings.same_numbers("set_grad_none")  # what becomes of a gradient after it has been used
+    settings.same_numbers("set_grad_none")  # frees a gradient after its use
     excluded = group_without_decay(settings)
     return _novograd(
         settings, (*MOST, "bias_correction", "init_zero"), "apex", excluded, **arguments
@@ -102,13 +95,13 @@ def _apex(settings):
 
 
 def _openseq2seq(settings):
-    # Its second moments are never written back, so only the newest gradient counts: b2 is 0.
-    # The eps is inside the root.
+    # The implementation never stores its second moments, so only the newest gradient counts: b2 is
+    # 0. The eps is inside the root.
     eps_root = settings.take("epsilon", 1e-8)
     averaging = "all" if settings.take("grad_averaging", False) else "none"
     if not isinstance(settings.take("beta2", 0.98), float):
         raise NotImplementedError("beta2, which has no effect there, must still be a number")
-    settings.same_numbers("use_locking")  # of variables, between threads
+    settings.same_numbers("use_locking")  # locks variables between threads
     return _novograd(
         settings,
         ("b1", "weight_decay"),

@@ -1,6 +1,6 @@
-"""Recorded runs of DeepSpeed's 1-bit optimizers and of their all-reduce, with simulated workers.
+"""Reproduces recorded runs of DeepSpeed's 1-bit optimizers and compressed all-reduce.
 
-Workers are an axis of `jax.vmap`: the axis that the exchange sums over.
+The workers are simulated: they are the axis of `jax.vmap` over which the exchange sums.
 """
 
 import functools
@@ -37,7 +37,7 @@ FIELDS = {
 
 
 def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our values of an entry of the family 'onebit' under the recorded keys."""
+    """Returns our values for an entry of the family 'onebit' under the recorded keys."""
     name = entry["implementation"]
     if name == "compressed_allreduce":
         return _all_reduces(entry, recorded, inputs)
@@ -45,7 +45,7 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
         raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
     settings = Settings(entry["hyper"])
     world, names = settings.take("world"), settings.take("tensors")
-    # A mask belongs to a group of parameters of its own, which comes last in the buffer of all.
+    # Parameters with a mask form a separate group, which comes last in the buffer.
     mask = str(settings.get("exp_avg_mask")).partition(" ")[0]
     names = sorted(names, key=lambda name: name.startswith(f"{mask}/"))
     settings.assume("gradients", FED, why="gradients are fed otherwise than here")
@@ -77,8 +77,8 @@ def _trajectory(
     inputs: Arrays,
     schedule: optax.ScalarOrSchedule,
 ) -> dict[str, np.ndarray]:
-    # JAX sorts the keys of a dict. The order of an OrderedDict is that of the reference's buffer,
-    # which says whose chunk a value is in.
+    # JAX sorts the keys of a dict. An OrderedDict has the order of the reference's buffer, which
+    # determines the chunk in which a value lies.
     start = OrderedDict((name, jnp.asarray(inputs[f"param/{name}"])) for name in names)
     grads = OrderedDict((name, jnp.asarray(inputs[f"wgrad/{name}"][:world])) for name in names)
     updates = len(recorded[f"p32/{names[0]}"]) - 1
@@ -89,24 +89,17 @@ def _trajectory(
         stage: Stage, grads: Any, params: Any, state: Any, residual: Residual
     ) -> tuple[Any, Any, Residual]:
         share = jax.tree.map(lambda g: g / world, grads)
-        held = [exchange.reset(residual) if stage.resets and exchange else residual]
-
-        def reduce(tree: Any) -> Any:
-            assert exchange is not None
-            summed, held[0] = exchange.reduce(tree, held[0])
-            return summed
-
+        if stage.resets and exchange:
+            residual = exchange.reset(residual)
         if not stage.local:
             share = jax.lax.psum(share, "workers")
-        steps, state = tx.update(
-            share,
-            state,
-            params,
-            stage=stage,
-            num_devices=world,
-            reduce=reduce if stage.reduces and exchange else None,
-        )
-        return optax.apply_updates(params, steps), state, held[0]
+        if stage.reduces and exchange:
+            message, apply = tx.message(share, state, params, stage=stage, num_devices=world)
+            summed, residual = exchange.reduce(message, residual)
+            steps, state = apply(summed)
+        else:
+            steps, state = tx.update(share, state, params, stage=stage, num_devices=world)
+        return optax.apply_updates(params, steps), state, residual
 
     def of_each(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.stack([x] * world), tree)
@@ -120,10 +113,10 @@ def _trajectory(
             stage, jax.tree.map(lambda g: g[:, step], grads), params, state, residual
         )
         trajectory.append(params)
-        ratios.append(state.readings.ratios if stage.name != "first" else None)
+        ratios.append(state.diagnostics.ratios if stage.name != "first" else None)
         local.append(stage.local)
 
-    found: dict[str, Callable[[str], Any]] = {
+    actual: dict[str, Callable[[str], Any]] = {
         "p32/": lambda name: np.stack([np.asarray(p[name][0]) for p in trajectory]),
         "trust/": lambda name: np.float32([math.nan if r is None else r[name][0] for r in ratios]),
         **{
@@ -143,16 +136,16 @@ def _trajectory(
     }
     values = {}
     for key in recorded:
-        prefix = max((p for p in found if key.startswith(p)), key=len)
-        values[key] = found[prefix](key.removeprefix(prefix))
+        prefix = max((p for p in actual if key.startswith(p)), key=len)
+        values[key] = actual[prefix](key.removeprefix(prefix))
     return values
 
 
 def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """The exchange alone, call after call, of one tensor of each worker."""
+    """Returns the results of repeated calls of the exchange with one tensor per worker."""
     settings = Settings(entry["hyper"])
     world = settings.take("world")
-    # Of OnebitLamb, which is not called.
+    # The record has OnebitLamb's settings, but the all-reduce does not use them.
     settings.assume("zero_div_with_zero_momentum", "ZeroDivisionError")
     described = re.fullmatch(
         r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input")
@@ -174,7 +167,8 @@ def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np
     means, residuals = jax.jit(reduces)(shares)
     values = {"out": means[0]}
     for rank in range(world):
-        # An error of a share is that much smaller; the servers' is one of the mean already.
+        # Our residual on a device is that of its share, which is divided by the number of workers.
+        # The residual of a server already belongs to the mean.
         values[f"worker_error_r{rank}"] = world * residuals.device[0][rank]
         values[f"server_error_r{rank}"] = residuals.split[0][rank]
     return {key: np.asarray(values[key]) for key in recorded}
@@ -188,11 +182,11 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
     mask = settings.take("exp_avg_mask")
     rows = ()
     if mask is not None:
-        found = re.fullmatch(r"(\w+) rows (\d+)\.\.(\d+) masked to 0", mask)
-        if found is None:
+        actual = re.fullmatch(r"(\w+) rows (\d+)\.\.(\d+) masked to 0", mask)
+        if actual is None:
             raise ValueError(f"exp_avg_mask {mask!r} is unknown")
-        rows = ((f"^{found[1]}/", (int(found[2]), int(found[3]) + 1)),)
-    # DeepSpeed's constructors take the flag and use it nowhere: no run corrects the bias.
+        rows = ((f"^{actual[1]}/", (int(actual[2]), int(actual[3]) + 1)),)
+    # DeepSpeed's constructors accept the flag but ignore it: no run has a bias correction.
     settings.take("bias_correction", True)
     return {
         "learning_rate": rate(settings),
@@ -207,8 +201,8 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def _freeze_step(settings: Settings) -> int:
-    # Whether to freeze is asked at the end of an update of the warm-up, so there is at least one,
-    # beside the one that is thrown away.
+    # DeepSpeed checks for freezing at the end of an update, so the warm-up has at least one update,
+    # in addition to the discarded one.
     return max(settings.take("freeze_step", 100_000), 2)
 
 
@@ -233,8 +227,8 @@ def _lamb(settings: Settings) -> Staged:
 
 def _zero_one(settings: Settings) -> Staged:
     return optim.zero_one_adam(
-        # Theirs is the last step, counted from 1, that may change the second moments, and it is
-        # compared after a step: one more is taken.
+        # DeepSpeed compares this step, counted from 1, after the update, so the second moments
+        # change once more.
         var_freeze_step=max(settings.take("var_freeze_step", 100_000) + 1, 2),
         var_update_scaler=settings.take("var_update_scaler", 16),
         local_step_scaler=settings.take("local_step_scaler", 32_678),

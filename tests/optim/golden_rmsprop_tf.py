@@ -1,4 +1,4 @@
-"""Recorded implementations of RMSProp as arguments of `optim.rmsprop_tf`."""
+"""Maps recorded implementations of RMSProp to arguments of `optim.rmsprop_tf`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,6 @@ from tests.optim.golden_common import (
     unless,
 )
 
-# Our argument -> what the implementations call it; where two are given, the later one was used.
 NAMES = {
     "b2": ("decay", "rho", "alpha"),
     "eps": ("eps", "epsilon"),
@@ -33,18 +32,15 @@ MOST = ("b2", "eps", "momentum", "centered")
 
 
 def transform(implementation: str, settings: Settings, params: Any) -> optax.GradientTransformation:
-    """The optimizer of an entry of the family 'rmsprop_tf'."""
+    """Returns the optimizer of an entry of the family 'rmsprop_tf'."""
     return IMPLEMENTATIONS[implementation](settings, params)
 
 
 def _rmsprop(
     settings: Settings, known: Iterable[str], rules: Rules = "all", **arguments: Any
 ) -> optax.GradientTransformation:
-    """`optim.rmsprop_tf` with `arguments` and over them the `known` settings."""
-    for ours in known:
-        for theirs in NAMES[ours]:
-            if theirs in settings:
-                arguments[ours] = settings.take(theirs)
+    """Returns `optim.rmsprop_tf` with `arguments`, overridden by the `known` settings."""
+    arguments |= settings.renamed(NAMES, known)
     return optim.rmsprop_tf(rate(settings), rules=rules, **arguments)
 
 
@@ -52,7 +48,7 @@ def _timm(settings, params):
     del params
     settings.same_numbers("foreach")
     if not settings.get("momentum"):
-        # Caution is for the momentum; ours would scale for the gradients that are 0.
+        # timm ignores caution without momentum; ours would divide by the fraction of nonzero gradients.
         settings.take("caution")
     decay = timm_decay(settings)
     known = (*MOST, "lr_in_momentum", "cautious")
@@ -62,18 +58,18 @@ def _timm(settings, params):
 
 
 def _tf1(settings, params):
-    settings.same_numbers("use_locking")  # of variables, between threads
+    settings.same_numbers("use_locking")  # locks variables between threads
     weight_decay = 0.0
     if settings.take("l2_in_loss", False):
         weight_decay = settings.take("weight_decay", 1e-5)
-    # EfficientNet's main.py sums up the variables without this in their names.
+    # The L2 term in EfficientNet's main.py covers all variables without this text in their names.
     rules = leaf_rules(params, decay=unless(["batch_normalization"]))
     return _rmsprop(settings, MOST, rules, momentum=0.0, eps=1e-10, weight_decay=weight_decay)
 
 
 def _keras_legacy(settings, params):
     del params
-    # The fused kernels, which it calls where there is a momentum, have the eps inside the root.
+    # The fused kernels, which are used with momentum, have eps inside the root.
     eps_in_root = settings.get("momentum", 0.0) > 0
     return _rmsprop(
         settings,
@@ -90,7 +86,7 @@ def _optax(settings, params):
     del params
     if settings.get("momentum") is None:
         settings["momentum"] = 0.0
-        settings.take("nesterov")  # there is nothing to look ahead along
+        settings.take("nesterov")  # has no effect without momentum
     known = (*MOST, "initial_scale", "eps_in_root", "bias_correction", "nesterov")
     return _rmsprop(settings, known, eps=1e-8, initial_scale=0.0)
 

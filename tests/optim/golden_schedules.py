@@ -1,7 +1,7 @@
-"""From an entry of the family `schedules` of the golden index to our arguments.
+"""Maps entries of the family `schedules` of the golden index to arguments of our schedules.
 
-The family records learning rates, not trajectories, so it is not among the families of golden.py:
-`curves_for(entry, record)` gives schedules where `golden.transform_for` gives an optimizer.
+The family records learning rates and not trajectories, so golden.py does not include it:
+`curves_for(entry, record)` returns schedules where `golden.transform_for` returns an optimizer.
 """
 
 import math
@@ -18,22 +18,22 @@ from tests.optim.golden_common import Settings
 
 
 class Curve(NamedTuple):
-    """One recorded learning rate and the schedule that repeats it."""
+    """A recorded learning rate and the schedule that reproduces it."""
 
-    name: str  # of the recorded array
+    name: str  # the name of the recorded array
     schedule: optax.Schedule
-    steps: np.ndarray  # the counts of completed updates at which it was read
+    steps: np.ndarray  # the counts of completed updates at which it was recorded
     peak: float
 
 
 Record = Mapping[str, np.ndarray]
 
-# Their code computed in float32 (TensorFlow, torch tensors); the others in float64.
+# Implementations that computed in float32 (TensorFlow, torch tensors); the others used float64.
 IN_FLOAT32 = ("tpu_efficientnet_lr", "tpu_resnet_lars_poly", "nvidia_bert_schedulers")
 
 
 def curves_for(entry: dict[str, Any], record: Record) -> list[Curve]:
-    """Every curve of an entry. ValueError for a setting without a meaning here."""
+    """Returns every curve of an entry; raises ValueError for a setting without counterpart."""
     hyper = entry["hyper"]
     settings = Settings({"text": hyper} if isinstance(hyper, str) else hyper)
     curves = IMPLEMENTATIONS[entry["implementation"]](settings, record)
@@ -44,7 +44,7 @@ def curves_for(entry: dict[str, Any], record: Record) -> list[Curve]:
 def warmup(
     peak: float, total_steps: float, warmup_steps: float = 0.0, **options: Any
 ) -> optax.Schedule:
-    """`schedules.warmup`, also for a run that ends within its warm-up, as some recorded runs do."""
+    """Returns `schedules.warmup`, also for recorded runs that end within their warm-up."""
     return schedules.warmup(peak, max(total_steps, warmup_steps), warmup_steps, **options)
 
 
@@ -144,7 +144,7 @@ def _nvidia_jasper(settings: Settings, record: Record) -> list[Curve]:
     warmup_steps = settings.take("warmup_epochs") * per_epoch
     total = settings.take("num_epochs") * per_epoch
     options = {
-        # One update longer than there: at the clock's first_step the rate is 1 / (W + 1).
+        # The warm-up is one update longer than in the original: at first_step the rate is 1 / (W + 1).
         "warmup_steps": warmup_steps + 1,
         "hold_steps": settings.take("hold_epochs") * per_epoch,
         "first_step": 1,
@@ -158,7 +158,7 @@ def _nvidia_jasper(settings: Settings, record: Record) -> list[Curve]:
 
 
 def _tpu_efficientnet(settings: Settings, record: Record) -> list[Curve]:
-    # The settings are a sentence; the peaks are not in it and are read off the record.
+    # The settings are a sentence without the peak rates, so read the peaks from the record.
     text = settings.take("text")
     per_epoch = int(re.search(r"steps_per_epoch (\d+)", text)[1])
     warmup_epochs = int(re.search(r"warm-up (\d+) epochs", text)[1])
@@ -172,7 +172,7 @@ def _tpu_efficientnet(settings: Settings, record: Record) -> list[Curve]:
     constant = warmup(0.1, total, decay="constant")
 
     def poly_without_its_peak(t):
-        # The decay's clock reads max(1, step - warm): the first update after warm-up is the second.
+        # The decay uses max(1, step - warm): its first update has the rate of its second update.
         return poly(jnp.where(t == warmup_steps, t + 1, t))
 
     steps = np.arange(total + 1)
@@ -194,7 +194,7 @@ def _tpu_resnet(settings: Settings, record: Record) -> list[Curve]:
         total = int(epochs * num_examples / batch) + 1
         warmup_steps = warmup_epochs * num_examples / batch
         rising = warmup(peak, total, warmup_steps)
-        # The decay starts where the warm-up's length, rounded down, ends.
+        # The decay starts after the warm-up's length, rounded down.
         falling = warmup(peak, total, int(warmup_steps), power=2, end_value=1e-4)
 
         def rate(t, rising=rising, falling=falling, warmup_steps=warmup_steps):

@@ -1,4 +1,4 @@
-"""Trajectories recorded from other implementations, and how far ours are from them."""
+"""Trajectories recorded from other implementations, and our differences from them."""
 
 import functools
 import json
@@ -14,62 +14,61 @@ from tests.shared import folder, missing, shared
 
 
 def entries() -> list[dict[str, Any]]:
-    """The entries of every family; none where the shared folder is absent."""
+    """Returns the entries of all families; an empty list if there is no shared folder."""
     path = folder() / "golden" / "index.json"
     return json.loads(path.read_text())["files"] if path.exists() else []
 
 
 def index() -> list[dict[str, Any]]:
-    """The entries of the optimizers' families."""
+    """Returns the entries of all families of optimizers."""
     return [entry for entry in entries() if entry["family"] in golden.FAMILIES]
 
 
 def find(**fields: str) -> dict[str, Any]:
-    """The first entry with these values; skips the calling test where the index has none."""
-    found = [e for e in entries() if all(e[key] == value for key, value in fields.items())]
-    if not found:
+    """Returns the first entry with these values; skips the calling test if there is none."""
+    actual = [e for e in entries() if all(e[key] == value for key, value in fields.items())]
+    if not actual:
         missing(f"the entry {' '.join(fields.values())} in golden/index.json")
-    return found[0]
+    return actual[0]
 
 
-def need(number: int, found: Sequence[dict[str, Any]], what: str) -> None:
-    """Skips the calling test where the index has fewer than `number` entries of what it counts."""
-    if len(found) < number:
+def need(number: int, actual: Sequence[Any], what: str) -> None:
+    """Skips the calling test if the index has fewer than `number` entries that match."""
+    if len(actual) < number:
         missing(f"all {number} entries of {what} in golden/index.json")
 
 
 def label(entry: dict[str, Any]) -> str:
-    """A name for an entry: family, implementation and setting."""
     return f"{entry['family']}-{entry['implementation']}-{entry['setting']}"
 
 
 @functools.cache
 def inputs() -> dict[str, np.ndarray]:
-    """The initial values and gradients of the recorded runs."""
+    """Returns the initial values and gradients of the recorded runs."""
     return dict(np.load(shared("golden", "inputs.npz")))
 
 
 def params(dtype: str = "float32") -> dict[str, jax.Array]:
-    """The initial values of the recorded runs."""
+    """Returns the initial values of the recorded runs."""
     return initial(inputs(), dtype)
 
 
 def record(entry: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The recorded arrays."""
+    """Returns the recorded arrays."""
     return dict(np.load(shared("golden", entry["file"])))
 
 
 def largest_differences(entry: dict[str, Any]) -> dict[str, float]:
-    """The largest absolute difference from the record over all updates, by recorded key.
+    """Returns the largest absolute difference from the record over all updates, by recorded key.
 
-    float32 is compared after each of the 20 updates, float64 after those that are stored.
+    float32 is compared after each of the 20 updates, float64 after the stored updates.
 
     Raises:
-      NotImplementedError: the entry is not repeated here; the message says why.
+      NotImplementedError: the entry is not reproduced; the message has the reason.
     """
     recorded = record(entry)
-    found = FAMILIES[entry["family"]](entry, recorded, inputs())
+    actual = FAMILIES[entry["family"]](entry, recorded, inputs())
     compared = {key for key in recorded if key.startswith(("p32/", "p64/", "eval32/"))}
-    assert found.keys() == compared and compared, label(entry)
-    # The largest of several numbers is NaN if one of them is.
-    return {key: float(np.abs(found[key] - recorded[key]).max()) for key in found}
+    assert actual.keys() == compared and compared, label(entry)
+    # Unlike max(), np.max returns NaN if any number is NaN.
+    return {key: float(np.abs(actual[key] - recorded[key]).max()) for key in actual}

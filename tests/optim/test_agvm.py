@@ -1,4 +1,4 @@
-"""AGVM: factors by module, when they are measured and when they hold."""
+"""AGVM: the factors of modules, and which updates measure and apply them."""
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,11 @@ def _mean(halves):
 
 
 def _target(halves, bounds=(0.5, 10.0), eps=1e-6):
-    apart = []
+    distances = []
     for name in ("body", "neck", "head"):
         a, b = (np.ravel(half[name]["w"]).astype(np.float64) for half in halves)
-        apart.append(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) + eps)
-    return np.sqrt(np.clip(apart[0] / np.array(apart), *bounds))
+        distances.append(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) + eps)
+    return np.sqrt(np.clip(distances[0] / np.array(distances), *bounds))
 
 
 def test_factors_are_measured_at_intervals_and_hold_in_between() -> None:
@@ -117,7 +117,7 @@ def test_preconditioning_by_the_second_moments_before_the_update() -> None:
 
 
 def test_tensors_that_are_split() -> None:
-    """Inside shard_map factors are those of whole tensors, and equal on all devices."""
+    """Inside shard_map the factors are those of full tensors, and equal on all devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, halves = _tree(0), _halves(0)
     specs = {
@@ -150,21 +150,23 @@ def test_tensors_that_are_split() -> None:
         updates, state = split(params, tx.init(params), halves)
         factors[axis_name is None] = np.asarray(state.factors)
         if axis_name is not None:
-            whole = optim.agvm(optim.lamb(0.1), RULES, interval=1, start=0, momentum=0.0)
-            expected, _ = step(params, whole.init(params), halves, whole)
+            full = optim.agvm(optim.lamb(0.1), RULES, interval=1, start=0, momentum=0.0)
+            expected, _ = step(params, full.init(params), halves, full)
             jax.tree.map(
                 lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), updates, expected
             )
     np.testing.assert_allclose(factors[False], _target(halves), rtol=1e-5)
-    assert not np.allclose(factors[True], factors[False], rtol=1e-2)  # so the psum is needed
+    assert not np.allclose(
+        factors[True], factors[False], rtol=1e-2
+    )  # so the test would fail without the psum
 
 
-def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="stop must be a whole number of at least 10, not 9"):
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="stop=9 must be a whole number of at least 10"):
         optim.agvm(optax.sgd(0.1), RULES, start=10, stop=9)
     with pytest.raises(ValueError, match="no module matches the parameter 'head/w'"):
         optim.agvm(optax.sgd(0.1), RULES[:2]).init(_tree(0))
-    with pytest.raises(ValueError, match="anchor must be below 3, the modules, not 3"):
+    with pytest.raises(ValueError, match="anchor=3 must be below 3, the number of modules"):
         optim.agvm(optax.sgd(0.1), RULES, anchor=3)
-    with pytest.raises(ValueError, match="momentum must be at least 0 and below 1, not 1.0"):
+    with pytest.raises(ValueError, match="momentum=1.0 must be at least 0 and below 1"):
         optim.agvm(optax.sgd(0.1), RULES, momentum=1.0)

@@ -1,7 +1,7 @@
-"""Every public function times every argument times wrong kinds: a ValueError with name and value.
+"""Every public function rejects arguments of wrong types; the error has the name and the value.
 
-The table is made from the signatures, so that a new function or argument is in it by itself; one
-that needs arguments that this file does not know fails `test_every_function_has_a_valid_call`.
+The table follows from the signatures, so new functions and arguments are included. A function that
+needs arguments which this file does not know fails `test_every_function_has_a_valid_call`.
 """
 
 import importlib
@@ -35,7 +35,7 @@ WRONG = {
 }
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
 
-# Modules, and functions of arrays inside an update, that serve the package itself.
+# Modules for internal use, and functions of arrays inside an update.
 INNER = {
     "checks",
     "leafwise",
@@ -45,14 +45,15 @@ INNER = {
     "splits",
     "staged",
     "leaves.difference",
-    "chains.check_numbers",
-    "chains.refuse_leaves",
+    "chains.reject_leaves",
     "chains.under_rules",
     "directions.AdamDirection",
     "directions.Momentum",
-    "onebit_adam.direction",
+    "onebit_adam.OneBit",
+    "trust_ratio.LayerRatio",
     "parameters.leaf_paths",
     "parameters.matches",
+    "parameters.rows",
     "sharding.owner_of",
     "clipping.check_max_norm",
     "clipping.global_norm",
@@ -71,18 +72,18 @@ INNER = {
 
 
 def public_functions() -> dict[str, Callable]:
-    """'module.name' to each public function, and each dataclass, that a module defines."""
-    found = {}
+    """Returns 'module.name' -> each public function and dataclass that a module defines."""
+    actual = {}
     for info in pkgutil.iter_modules(optim.__path__):
         module = importlib.import_module(f"{optim.__name__}.{info.name}")
         for name, value in vars(module).items():
             own = getattr(value, "__module__", None) == module.__name__ and name[0] != "_"
             state = inspect.isclass(value) and issubclass(value, tuple)
             if own and (inspect.isfunction(value) or inspect.isclass(value)) and not state:
-                found[f"{info.name}.{name}"] = value
+                actual[f"{info.name}.{name}"] = value
     return {
         name: value
-        for name, value in found.items()
+        for name, value in actual.items()
         if name not in INNER and name.split(".")[0] not in INNER
     }
 
@@ -104,7 +105,7 @@ FUNCTIONS = public_functions() | {
     "durations.Duration.whole_steps": whole_percent,
     "schedules.phases": one_phase,
 }
-# What a call needs beside the learning rate and what has a default.
+# Required arguments of a call, except for the learning rate.
 NEEDED = {
     "adamw_timescale": dict(learning_rate=0.1, weight_decay=0.1, batch_size=8, data_size=100),
     "agvm": dict(inner=optax.sgd(0.1), module_rules=[""]),
@@ -123,7 +124,7 @@ NEEDED = {
     "keeps_evaluation_params": dict(opt_state=optax.EmptyState()),
     "legw": dict(base_learning_rate=0.1, base_warmup_epochs=1.0, base_batch_size=8, batch_size=16),
     "make_optimizer": dict(config={"name": "lamb"}),
-    "own_arguments": dict(name="lamb"),
+    "custom_arguments": dict(name="lamb"),
     "one_phase": dict(part=(lambda count: 0.1, 3)),
     "optimal_timescale": dict(tokens_per_parameter=20.0, coefficient=1.0, exponent=-0.5),
     "parse": dict(text="3 epochs"),
@@ -142,61 +143,69 @@ NEEDED = {
     "state_sharding": dict(tx=optax.sgd(0.1), params=PARAMS, params_sharding=PartitionSpec()),
     "step_decay": dict(boundaries=[1.0], factor=0.5),
     "stochastic_rounding": dict(inner=optax.sgd(0.1)),
-    "summary": dict(opt_state=optax.EmptyState(), facts=parameters.resolve(PARAMS, "all")),
+    "summary": dict(opt_state=optax.EmptyState(), metadata=parameters.resolve(PARAMS, "all")),
     "table": dict(params=PARAMS, rules="all"),
     "warmup": dict(peak=0.1, total_steps=10),
     "whole_percent": dict(total_steps=10.0),
 }
-# Kinds that are right beyond what an annotation says.
+# Values that are valid although they do not match the annotation.
 RIGHT = {
     ("agvm", "second_moment"): {"callable"},
     ("clip_global_norm", "max_norm"): {"inf"},  # never clips
     ("optimal_timescale", "exponent"): {"negative"},
-    ("own_arguments", "name"): {"callable"},
-    ("report", "optimizer"): {"string"},  # of a transform that is not shipped
+    ("custom_arguments", "name"): {"callable"},
+    ("report", "optimizer"): {"string"},  # the name of a custom transform
     ("step_decay", "boundaries"): {"list", "array"},
     ("refined_schedule", "gradient_norms"): {"array"},
     ("*", "clip_global_norm"): {"inf"},
-    # A tree of one leaf, and one without leaves.
+    # A tree that is a single leaf, and a tree without leaves.
     ("*", "params"): {"array", "none", "list", "nan", "inf", "negative"},
     ("*", "opt_state"): {"list", "array"},
     ("*", "axis_name"): {"string", "callable", "none"},
 }
 
 
-def right_kinds(name: str, parameter: inspect.Parameter) -> set[str]:
-    """The kinds of `WRONG` that a parameter takes, by its annotation and its default."""
+def right_types(name: str, parameter: inspect.Parameter) -> set[str]:
+    """Returns the keys of `WRONG` that are valid for a parameter by its annotation and default."""
     annotation = parameter.annotation
-    kinds = set(RIGHT.get((name, parameter.name), ())) | set(RIGHT.get(("*", parameter.name), ()))
+    categories = set(RIGHT.get((name, parameter.name), ())) | set(
+        RIGHT.get(("*", parameter.name), ())
+    )
     members = (
         typing.get_args(annotation)
         if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
         else ()
     )
     if parameter.default is None or type(None) in members:
-        kinds.add("none")
+        categories.add("none")
     if annotation is bool:
-        kinds.add("true")
+        categories.add("true")
     schedules = (optax.ScalarOrSchedule, optax.Schedule)
     if annotation in schedules or any(member in schedules for member in members):
-        kinds.add("callable")
-    return kinds
+        categories.add("callable")
+    return categories
 
 
 def call(function: Callable) -> dict:
-    """Arguments of a valid call."""
     given = dict(NEEDED.get(function.__name__, {}))
     if "learning_rate" in inspect.signature(function).parameters:
         given.setdefault("learning_rate", 0.1)
     return given
 
 
+def wrong_types(function: Callable, parameter: inspect.Parameter) -> list[str]:
+    """Returns the keys of `WRONG` that the parameter must reject."""
+    right = right_types(function.__name__, parameter)
+    return [kind for kind in WRONG if kind not in right]
+
+
+# One case per argument of a function tries every wrong value: 3,000 calls that raise take 0.3 s,
+# while 3,000 tests take 15 s.
 CASES = [
-    pytest.param(function, parameter.name, kind, id=f"{name}-{parameter.name}-{kind}")
+    pytest.param(function, parameter, id=f"{name}-{parameter.name}")
     for name, function in FUNCTIONS.items()
     for parameter in inspect.signature(function).parameters.values()
-    for kind in WRONG
-    if kind not in right_kinds(function.__name__, parameter)
+    if wrong_types(function, parameter)
 ]
 
 
@@ -205,61 +214,63 @@ def test_every_function_has_a_valid_call(name):
     FUNCTIONS[name](**call(FUNCTIONS[name]))
 
 
-def assert_refused(function, name, value, said=None):
+def assert_rejected(function, name, value, pattern=None):
     with pytest.raises(ValueError) as error:
         function()
     message = str(error.value)
-    assert (said or name) in message
+    assert (pattern or name) in message
     assert repr(value).strip("[]") in message
 
 
-@pytest.mark.parametrize("function, argument, kind", CASES)
-def test_a_wrong_argument_is_named_with_its_value(function, argument, kind):
-    value = WRONG[kind]
-    said = {"text": "duration", "part": "parts"}.get(argument)
-    assert_refused(lambda: function(**call(function) | {argument: value}), argument, value, said)
+@pytest.mark.parametrize("function, parameter", CASES)
+def test_a_wrong_argument_is_named_with_its_value(function, parameter):
+    argument, valid = parameter.name, call(function)
+    pattern = {"text": "duration", "part": "parts"}.get(argument)
+    for kind in wrong_types(function, parameter):
+        value = WRONG[kind]
+        assert_rejected(lambda: function(**valid | {argument: value}), argument, value, pattern)
 
 
 @pytest.mark.parametrize(
-    "function, arguments, said",
+    "function, arguments, pattern",
     [
-        (optim.lamb, {"ratio_bounds": (float("inf"), float("inf"))}, "ratio_bounds must be"),
-        (optim.lamb, {"phi_bounds": (0.0, True)}, "phi_bounds must be"),
-        (optim.lamb, {"phi_bounds": (0.0, "1")}, "phi_bounds must be"),
-        (optim.lars, {"phi_bounds": np.array([0.0, 1.0])}, "phi_bounds must be"),
-        (optim.lamb, {"axis_name": ("data", 1)}, "axis_name must be"),
+        (optim.lamb, {"ratio_bounds": (float("inf"), float("inf"))}, "ratio_bounds=.* must be"),
+        (optim.lamb, {"phi_bounds": (0.0, True)}, "phi_bounds=.* must be"),
+        (optim.lamb, {"phi_bounds": (0.0, "1")}, "phi_bounds=.* must be"),
+        (optim.lars, {"phi_bounds": np.array([0.0, 1.0])}, "phi_bounds=.* must be"),
+        (optim.lamb, {"axis_name": ("data", 1)}, "axis_name=.* must be"),
         (
             optim.lamb,
             {"rules": [("bias", {"layer_axes": (True,)}), ("", {})]},
-            "layer_axes must be",
+            "layer_axes=.* must be",
         ),
-        (optim.lamb, {"mu_dtype": np.zeros(2)}, "mu_dtype must be"),
-        (optim.lamb, {"b1": 0.5 + 0j}, "b1 must be"),
-        (optim.lamb, {"b1": jnp.array([0.5, 0.6])}, "b1 must be"),
-        (optim.lamb, {"b1": np.bool_(False)}, "b1 must be"),
-        (optim.apollo, {"rank": 1.0}, "rank must be a whole number"),
+        (optim.lamb, {"mu_dtype": np.zeros(2)}, "mu_dtype=.* must be"),
+        (optim.lamb, {"b1": 0.5 + 0j}, "b1=.* must be"),
+        (optim.lamb, {"b1": jnp.array([0.5, 0.6])}, "b1=.* must be"),
+        (optim.lamb, {"b1": np.bool_(False)}, "b1=.* must be"),
+        (optim.apollo, {"rank": 1.0}, "rank=1.0 must be a whole number"),
     ],
 )
-def test_wrong_values_of_other_kinds(function, arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_values_of_other_types(function, arguments, pattern):
+    with pytest.raises(ValueError, match=pattern):
         function(0.1, **arguments)
 
 
 def test_a_hold_beyond_the_end():
-    with pytest.raises(ValueError, match="hold_steps 6 after warmup_steps 5 must end by total_s"):
+    with pytest.raises(ValueError, match="hold_steps=6 after warmup_steps=5 must end by total_s"):
         optim.warmup(0.1, 10, 5, hold_steps=6)
     optim.warmup(0.1, 10, 5, hold_steps=5)
-    optim.warmup(0.1, 10, 10)  # reaches its peak at its end
+    optim.warmup(0.1, 10, 10)  # reaches its peak at the end
 
 
 @pytest.mark.parametrize(
     "good", [0, 0.5, np.float32(0.5), np.int64(0), np.array(0.5), jnp.float32(0.5)]
 )
-def test_numbers_of_every_kind_are_numbers(good):
+def test_numbers_of_every_type_are_valid(good):
     optim.lamb(good, b1=good, weight_decay=good)
 
 
-CHAINS = ("scale_by_trust_ratio", "clip_global_norm, lamb")  # optax.chain looks at those states
+CHAINS = ("scale_by_trust_ratio", "clip_global_norm, lamb")  # optax.chain inspects those states
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -267,37 +278,40 @@ def test_gradients_parameters_and_states_that_are_none(name):
     tx = PLAIN[name](0.1)
     state = tx.init(PARAMS)
     for kind, wrong in WRONG.items():
-        assert_refused(lambda w=wrong: tx.update(w, state, PARAMS), "updates", wrong)
-        if kind != "array":  # told by its shape, below
+        assert_rejected(lambda w=wrong: tx.update(w, state, PARAMS), "updates", wrong)
+        if kind != "array":  # rejected because of its shape, see below
             grads = PARAMS | {"kernel": wrong}
-            assert_refused(lambda g=grads: tx.update(g, state, PARAMS), "updates", wrong)
+            assert_rejected(lambda g=grads: tx.update(g, state, PARAMS), "updates", wrong)
         if kind in ("string", "true", "callable"):
             for params in (wrong, PARAMS | {"kernel": wrong}):
-                assert_refused(lambda p=params: tx.update(PARAMS, state, p), "params", wrong)
-                assert_refused(lambda p=params: tx.init(p), "params", wrong)
+                assert_rejected(lambda p=params: tx.update(PARAMS, state, p), "params", wrong)
+                assert_rejected(lambda p=params: tx.init(p), "params", wrong)
         if name not in CHAINS:
-            assert_refused(lambda w=wrong: tx.update(PARAMS, w, PARAMS), "state", wrong)
+            assert_rejected(lambda w=wrong: tx.update(PARAMS, w, PARAMS), "state", wrong)
     other = optim.lars if name == "lamb" else optim.lamb
     with pytest.raises(ValueError, match="state"):
         tx.update(PARAMS, other(0.1).init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match="params is None: call update"):
+    with pytest.raises(ValueError, match="params is None; call update"):
         tx.update(PARAMS, state)
-    for updates, said in (
-        (PARAMS | {"bias": jnp.ones(4)}, r"shape \(4,\) for the parameter 'bias' of the shape"),
-        (PARAMS | {"bias": 1j * jnp.ones(3)}, "complex64 for the parameter 'bias', which is float"),
-        ({"kernel": PARAMS["kernel"]}, "updates must have the structure of params"),
+    for updates, pattern in (
+        (
+            PARAMS | {"bias": jnp.ones(4)},
+            r"'bias'. has the shape \(4,\), but its parameter has the shape",
+        ),
+        (PARAMS | {"bias": 1j * jnp.ones(3)}, "'bias'. is complex64, but its parameter is float"),
+        ({"kernel": PARAMS["kernel"]}, "must have the structure of params"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=pattern):
             tx.update(updates, state, PARAMS)
 
 
 def test_the_state_of_another_tree():
     tx = optim.lamb(0.1)
-    with pytest.raises(ValueError, match="state is that of another tree than params"):
+    with pytest.raises(ValueError, match="state must be the state for these params"):
         tx.update(PARAMS, tx.init({"kernel": PARAMS["kernel"]}), PARAMS)
 
 
-def test_the_walk_finds_every_optimizer_and_what_the_package_gives():
+def test_every_optimizer_and_exported_function_is_covered():
     assert set(OPTIMIZERS.values()) <= set(FUNCTIONS.values())
     given = {getattr(optim, name) for name in optim.__all__ if not name.endswith("State")}
     given = {value for value in given if not inspect.ismodule(value)}

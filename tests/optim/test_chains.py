@@ -1,4 +1,4 @@
-"""Links under a table of facts: what decays by how much, rates by leaf, and float32 in between."""
+"""Transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ def test_decay_goes_by_the_rules():
 
 def test_a_schedule_of_decay_gets_the_completed_updates():
     tx = optim.add_decayed_weights(lambda count: 1.0 + count)
-    state, found = tx.init(PARAMS), []
+    state, actual = tx.init(PARAMS), []
     for _ in range(3):
         updates, state = tx.update(ZEROS, state, PARAMS)
-        found.append(float(updates["bias"][0]))
-    assert found == [4.0, 8.0, 12.0]
+        actual.append(float(updates["bias"][0]))
+    assert actual == [4.0, 8.0, 12.0]
 
 
 def test_rates_go_by_the_rules():
@@ -42,7 +42,7 @@ def test_rates_go_by_the_rules():
     np.testing.assert_array_equal(updates["kernel"], [-0.5, 1.0])
 
 
-def test_what_is_inside_sees_float32_alone():
+def test_inner_transform_gets_float32():
     seen = []
 
     def update_fn(updates, state, params=None):
@@ -59,11 +59,11 @@ def test_what_is_inside_sees_float32_alone():
 
 def test_a_state_of_another_transform_is_named():
     tx = optim.in_float32(optax.adam(0.1))
-    with pytest.raises(ValueError, match="state is not the one that this transform's init made"):
+    with pytest.raises(ValueError, match="state=.* must be the state from this transform's init"):
         tx.update(PARAMS, optax.EmptyState(), PARAMS)
 
 
-def test_a_mistake_inside_keeps_its_own_words():
+def test_an_inner_error_keeps_its_message():
     def update_fn(updates, state, params=None):
         raise ValueError("own words")
 
@@ -72,9 +72,10 @@ def test_a_mistake_inside_keeps_its_own_words():
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-def test_the_first_refused_leaf_is_named():
+def test_the_first_rejected_leaf_is_named():
+    def problem(path, leaf, metadata):
+        return f"no {path!r} here" if metadata.decay_factor < 1 else None
+
     with pytest.raises(ValueError, match="no 'other' here"):
-        chains.refuse_leaves(
-            PARAMS, RULES, lambda path, leaf, facts: facts.decay_factor < 1, "no {path!r} here"
-        )
-    chains.refuse_leaves(PARAMS, RULES, lambda *_: False, "no {path!r} here")
+        chains.reject_leaves(PARAMS, RULES, problem)
+    chains.reject_leaves(PARAMS, RULES, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Complex leaves: |z|^2 in norms and second moments, as Optax and NumPy have it."""
+"""Complex leaves: |z|^2 in norms and second moments, as in Optax and NumPy."""
 
 import functools
 
@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from lamb_tpu import optim
-from lamb_tpu.optim import clipping, readings, trust_ratio
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim import clipping, diagnostics, trust_ratio
+from lamb_tpu.optim.parameters import ParameterMetadata
 from tests.marks import some
 from tests.optim.catalogue import PLAIN, takes
 from tests.optim.runs import after
@@ -29,7 +29,7 @@ RULES = [("stack", {"layer_axes": (0,)}), ("", {})]
 
 
 def case(steps=3, dtype="complex128"):
-    """Parameters and gradients: complex, but for the leaf 'real'."""
+    """Returns parameters and gradients that are complex, except for the leaf 'real'."""
     rng = np.random.default_rng(0)
 
     def tree():
@@ -44,24 +44,24 @@ def case(steps=3, dtype="complex128"):
     return tree(), [tree() for _ in range(steps)]
 
 
-def assert_close(found, expected, rtol=1e-12):
+def assert_close(actual, expected, rtol=1e-12):
     def close(a, b):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, actual, expected)
 
 
 @pytest.mark.parametrize("norm, order", [("l1", 1), ("l2", 2), ("linf", np.inf)])
 def test_norms_are_numpys(norm, order):
     expected = {1: 7.0, 2: 5.0, np.inf: 4.0}[order]
-    found = trust_ratio.leaf_norm(jnp.asarray([3j, 4.0]), ParameterFacts(), norm)
-    assert (found.dtype, found.item()) == (jnp.float32, expected)
+    actual = trust_ratio.leaf_norm(jnp.asarray([3j, 4.0]), ParameterMetadata(), norm)
+    assert (actual.dtype, actual.item()) == (jnp.float32, expected)
     with jax.enable_x64(True):
         stack = case()[0]["stack"]
-        found = trust_ratio.leaf_norm(stack, ParameterFacts(layer_axes=(0,)), norm)
-        assert found.dtype == jnp.float64
+        actual = trust_ratio.leaf_norm(stack, ParameterMetadata(layer_axes=(0,)), norm)
+        assert actual.dtype == jnp.float64
         np.testing.assert_allclose(
-            found.ravel(), [np.linalg.norm(layer.ravel(), order) for layer in stack], rtol=1e-14
+            actual.ravel(), [np.linalg.norm(layer.ravel(), order) for layer in stack], rtol=1e-14
         )
         leaves = [np.ravel(leaf) for leaf in case()[0].values()]
         np.testing.assert_allclose(
@@ -123,7 +123,7 @@ def test_updates_are_those_of_optax(ours, theirs):
 def test_novograd_and_diffgrad_are_those_of_numpy():
     with jax.enable_x64(True):
         params, grads = case()
-        found, _ = after(optim.novograd(0.1, b1=0.9, b2=0.5), params, grads)
+        actual, _ = after(optim.novograd(0.1, b1=0.9, b2=0.5), params, grads)
         other, _ = after(optim.diffgrad(0.1, b1=0.9, b2=0.5), params, grads)
         for name, start in params.items():
             weights, momentum, square = start, 0.0, None
@@ -132,7 +132,7 @@ def test_novograd_and_diffgrad_are_those_of_numpy():
                 square = newest if square is None else 0.5 * square + 0.5 * newest
                 momentum = 0.9 * momentum + grad / (np.sqrt(square) + 1e-8)
                 weights = weights - 0.1 * momentum
-            np.testing.assert_allclose(found[name], weights, rtol=1e-12)
+            np.testing.assert_allclose(actual[name], weights, rtol=1e-12)
 
             weights, mu, nu, previous = start, 0.0, 0.0, 0.0
             for step, grad in enumerate((g[name] for g in grads), 1):
@@ -155,13 +155,13 @@ def test_a_phase_turns_the_run_and_real_numbers_stay_real(name):
         params, grads = case()
         expected, _ = after(tx, params, grads)
         phase = np.exp(0.7j)
-        found, _ = after(tx, times(phase, params), [times(phase, grad) for grad in grads])
-        assert_close(found, times(phase, expected))
+        actual, _ = after(tx, times(phase, params), [times(phase, grad) for grad in grads])
+        assert_close(actual, times(phase, expected))
 
         params, *grads = (jax.tree.map(np.real, tree) for tree in (params, *grads))
         expected, _ = after(tx, params, grads)
-        found, _ = after(tx, times(1 + 0j, params), [times(1 + 0j, grad) for grad in grads])
-        assert_close(found, expected)
+        actual, _ = after(tx, times(1 + 0j, params), [times(1 + 0j, grad) for grad in grads])
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -175,13 +175,13 @@ def test_dtypes_and_jit(name, dtype):
         assert jax.tree.map(jnp.result_type, weights) == jax.tree.map(jnp.result_type, params)
         first = tx.init(params)
         assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, first)
-        for field in ("nu", "nu_max", "accumulator", "norms", "readings"):
+        for field in ("nu", "nu_max", "accumulator", "norms", "diagnostics"):
             for leaf in jax.tree.leaves(getattr(state, field, None)):
                 assert jnp.issubdtype(leaf.dtype, jnp.floating), field
         if collect:
             norm = np.linalg.norm(after(tx, params, grads[:1])[0]["kernel"].ravel())
             np.testing.assert_allclose(
-                readings.read(state)["weight_norms"]["kernel"], norm, rtol=1e-5
+                diagnostics.read(state)["weight_norms"]["kernel"], norm, rtol=1e-5
             )
 
 
@@ -192,6 +192,8 @@ def test_momentum_in_bfloat16_is_complex64_for_a_complex_leaf():
 
 
 @pytest.mark.parametrize("build", [optim.lamb, optim.rmsprop_tf])
-def test_what_compares_signs_refuses_them(build):
-    with pytest.raises(ValueError, match="^cautious compares signs, .* 'kernel' is complex64$"):
+def test_cautious_rejects_complex_leaves(build):
+    with pytest.raises(
+        ValueError, match="^cautious=True compares signs, .* 'kernel' is complex64,"
+    ):
         build(0.1, cautious=True).init(case(0, "complex64")[0])

@@ -1,6 +1,6 @@
-"""Derivatives through updates with respect to weights, as learnt optimizers and tuning take them.
+"""Derivatives of updates with respect to weights, as learned optimizers and tuning need them.
 
-A leaf of zeros has a norm of 0, whose square root has no derivative: it must count as 0, not NaN.
+At a leaf of zeros the l2 norm has no derivative; the derivative must be 0 there, and not NaN.
 """
 
 import functools
@@ -15,12 +15,12 @@ from jax.sharding import AxisType, PartitionSpec
 from lamb_tpu import optim
 from lamb_tpu.optim import clipping, trust_ratio
 from lamb_tpu.optim.factory import OPTIMIZERS
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.parameters import ParameterMetadata
 from tests.marks import MAIN, some
 from tests.optim.catalogue import PLAIN, TRANSFORMS, takes
 
 OPTAX = [name for name in OPTIMIZERS if not takes(name, "collect")]
-OPTAX += ["scale_by_adam, scale_by_trust_ratio"]  # whose Adam is
+OPTAX += ["scale_by_adam, scale_by_trust_ratio"]  # this Adam is Optax's
 OURS = {
     **{name: build for name, build in PLAIN.items() if name not in OPTAX},
     "lars, larc": TRANSFORMS["lars larc"],
@@ -47,7 +47,7 @@ CURVATURE = {"kernel": 0.5, "zero": 1.0, "still": 0.0, "dead": 0.0, "large": 1.0
 
 
 def weights(dtype=jnp.float32):
-    """'zero' and 'large' start at 0, 'still' has no gradient, and 'dead' is 0 without one."""
+    """Returns weights: those of 'zero', 'large' and 'dead' are 0; 'still' and 'dead' have no gradient."""
     rng = np.random.default_rng(0)
     return {
         "kernel": jnp.asarray(rng.standard_normal((4, 3)), dtype),
@@ -59,7 +59,7 @@ def weights(dtype=jnp.float32):
 
 
 def after_an_update(tx, params):
-    """The sum of squares of the weights that an update on a quadratic gives."""
+    """Returns the sum of squares of the weights after an update on a quadratic."""
     grads = {name: 2.0 * CURVATURE[name] * (w - 1.0) for name, w in params.items()}
     updates, _ = tx.update(grads, tx.init(params), params)
     return sum(jnp.sum(w * w) for w in optax.apply_updates(params, updates).values())
@@ -68,10 +68,10 @@ def after_an_update(tx, params):
 @pytest.mark.parametrize("name", some(OURS, (*MAIN, "novograd")))
 def test_are_finite_at_leaves_of_zeros(name):
     tx, params = OURS[name](0.1), weights()
-    found = jax.jit(jax.grad(functools.partial(after_an_update, tx)))(params)
-    for leaf, slope in found.items():
+    actual = jax.jit(jax.grad(functools.partial(after_an_update, tx)))(params)
+    for leaf, slope in actual.items():
         assert np.isfinite(slope).all(), leaf
-    assert np.any(found["kernel"] != 0.0)
+    assert np.any(actual["kernel"] != 0.0)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "novograd", "adagrad_norm"])
@@ -88,8 +88,8 @@ def test_are_those_of_finite_differences(name):
 
 
 def test_of_l2_norms_are_zero_at_zero_and_values_are_those_of_sqrt():
-    zeros, facts = jnp.zeros((2, 3)), ParameterFacts(layer_axes=(0,))
-    slope = jax.grad(lambda w: trust_ratio.leaf_norm(w, facts).sum())(zeros)
+    zeros, metadata = jnp.zeros((2, 3)), ParameterMetadata(layer_axes=(0,))
+    slope = jax.grad(lambda w: trust_ratio.leaf_norm(w, metadata).sum())(zeros)
     np.testing.assert_array_equal(slope, 0.0)
     np.testing.assert_array_equal(jax.grad(clipping.global_norm)({"w": zeros})["w"], 0.0)
     values = jnp.asarray([0.0, 1e-45, 2.0, jnp.inf, jnp.nan], jnp.float32)
@@ -118,7 +118,7 @@ def test_inside_shard_map_are_those_of_one_device(name):
     split = jax.jit(
         jax.shard_map(functools.partial(slopes, "data"), mesh=mesh, in_specs=spec, out_specs=spec)
     )(params)
-    whole = slopes(None, params)
-    for leaf, expected in whole.items():
+    full = slopes(None, params)
+    for leaf, expected in full.items():
         assert np.isfinite(expected).all()
         np.testing.assert_allclose(split[leaf], expected, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Chains of links take the steps of `lamb` and `lars`, most of them bit for bit."""
+"""Chains equal `lamb` and `lars`, in most cases bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu import optim
-from lamb_tpu.optim import readings
+from lamb_tpu.optim import diagnostics
 from tests.marks import some
 from tests.optim import runs
 
@@ -56,7 +56,7 @@ def lars_of_links(order, weight_decay=0.1, coefficient=0.01, **momentum):
 
 
 def trained(tx, dtype="float32", compiled=True):
-    """The weights after four updates, each compiled or run one operation at a time."""
+    """Returns the weights after four updates, compiled or run one operation at a time."""
     params, *grads = (
         jax.tree.map(lambda x: jnp.asarray(x, dtype), tree) for tree in (PARAMS, *GRADS)
     )
@@ -67,24 +67,24 @@ def trained(tx, dtype="float32", compiled=True):
     return params
 
 
-# Of compiled updates: on some processors XLA contracts the products and sums of two programs of the
-# same operations in different ways.
+# On some processors XLA contracts products and sums differently in two programs with the same
+# operations.
 ROUNDING = 1e-6
 
 
-def assert_same(found, expected, rounding=0.0):
+def assert_same(actual, expected, rounding=0.0):
     def same(a, b):
         np.testing.assert_allclose(a, b, rtol=rounding, atol=rounding)
 
-    jax.tree.map(same, found, expected)
+    jax.tree.map(same, actual, expected)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("arguments", LAMB, ids=str)
 def test_the_links_of_lamb_are_lamb(arguments, compiled):
     expected = trained(optim.lamb(RATE, rules=RULES, **arguments), compiled=compiled)
-    found = trained(lamb_of_links(**arguments), compiled=compiled)
-    assert_same(found, expected, ROUNDING if compiled else 0.0)
+    actual = trained(lamb_of_links(**arguments), compiled=compiled)
+    assert_same(actual, expected, ROUNDING if compiled else 0.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -114,13 +114,13 @@ def test_decay_before_the_moments_is_a_link_in_front():
 
 
 def test_alone_it_is_adam():
-    found = trained(optax.chain(optim.scale_by_lamb(eps=1e-8), optax.scale(-0.1)), "float32")
+    actual = trained(optax.chain(optim.scale_by_lamb(eps=1e-8), optax.scale(-0.1)), "float32")
     expected = trained(optax.adam(0.1))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, expected)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"cautious": True}], ids=str)
-def test_the_links_of_lamb_on_parts_inside_shard_map(arguments):
+def test_the_links_of_lamb_on_shards_inside_shard_map(arguments):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
     tree = {
@@ -144,23 +144,23 @@ def test_the_links_of_lamb_on_parts_inside_shard_map(arguments):
             )
         )(params, grads)
 
-    found = split(lamb_of_links(rules=rules, axis_name=axis_name, **arguments))
-    assert_same(found, split(optim.lamb(RATE, rules=rules, axis_name=axis_name, **arguments)))
-    whole, _ = runs.after(lamb_of_links(rules=rules, **arguments), params, [grads] * 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found, whole)
+    actual = split(lamb_of_links(rules=rules, axis_name=axis_name, **arguments))
+    assert_same(actual, split(optim.lamb(RATE, rules=rules, axis_name=axis_name, **arguments)))
+    full, _ = runs.after(lamb_of_links(rules=rules, **arguments), params, [grads] * 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), actual, full)
     lost = split(lamb_of_links(rules=rules, **arguments))
-    assert not np.allclose(lost["kernel"], whole["kernel"], rtol=1e-4)
+    assert not np.allclose(lost["kernel"], full["kernel"], rtol=1e-4)
 
 
 def test_the_ratios_of_the_links_are_those_of_lamb():
     def ratios(tx):
         params = jax.tree.map(jnp.float32, PARAMS)
         _, state = tx.update(jax.tree.map(jnp.float32, GRADS[0]), tx.init(params), params)
-        return readings.read(state)["ratios"]
+        return diagnostics.read(state)["ratios"]
 
-    found = ratios(lamb_of_links(collect=True))
-    assert_same(found, ratios(optim.lamb(RATE, rules=RULES, collect=True)))
-    assert found["stack"].shape == (3,) and len(set(found["stack"].tolist())) == 3
+    actual = ratios(lamb_of_links(collect=True))
+    assert_same(actual, ratios(optim.lamb(RATE, rules=RULES, collect=True)))
+    assert actual["stack"].shape == (3,) and len(set(actual["stack"].tolist())) == 3
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_ratios_of_the_links_are_those_of_lamb():
     ],
 )
 def test_the_links_of_lars_are_lars(order, denominator, accumulate, momentum):
-    found = trained(lars_of_links(order, **momentum))
+    actual = trained(lars_of_links(order, **momentum))
     expected = trained(
         optim.lars(
             RATE,
@@ -198,20 +198,20 @@ def test_the_links_of_lars_are_lars(order, denominator, accumulate, momentum):
         )
     )
     if accumulate == "adapted":
-        assert_same(found, expected)
+        assert_same(actual, expected)
     else:  # `lars` multiplies ratio and rate first
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), found, expected
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), actual, expected
         )
 
 
 def test_the_orders_of_the_links_of_lars_differ():
-    found = [
+    actual = [
         trained(lars_of_links(order))
         for order in ("ratio momentum rate", "ratio rate momentum", "momentum ratio rate")
     ]
     for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert not np.allclose(found[one]["kernel"], found[other]["kernel"], rtol=1e-5)
+        assert not np.allclose(actual[one]["kernel"], actual[other]["kernel"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -230,19 +230,24 @@ def test_a_trust_ratio_on_any_base_makes_each_layers_step_as_long_as_its_weights
 
 
 def test_cautious_has_no_meaning_for_complex_leaves():
-    with pytest.raises(ValueError, match="cautious compares signs, .* the parameter 'w' is compl"):
+    with pytest.raises(
+        ValueError, match="cautious=True compares signs, .* parameter 'w' is complex"
+    ):
         optim.scale_by_lamb(cautious=True).init({"w": jnp.ones(2, jnp.complex64)})
 
 
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: optim.scale_by_lamb(bias_correction="step"), "one of moments, none, not 'step'"),
+        (
+            lambda: optim.scale_by_lamb(bias_correction="step"),
+            "'step' must be one of moments, none",
+        ),
         (
             lambda: optim.scale_by_lamb(nu_dtype="float16"),
-            "nu_dtype must have the range of float32",
+            "nu_dtype=.* must have the range of float32",
         ),
-        (lambda: optim.scale_by_lars(1.0), "momentum must be at least 0 and below 1, not 1.0"),
+        (lambda: optim.scale_by_lars(1.0), "momentum=1.0 must be at least 0 and below 1"),
     ],
 )
 def test_bad_arguments(build, message):

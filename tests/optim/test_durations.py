@@ -1,4 +1,4 @@
-"""Durations: what is read, what is refused, and exact counts of updates."""
+"""Durations: valid and invalid texts, and exact numbers of updates."""
 
 from fractions import Fraction
 
@@ -50,10 +50,10 @@ def test_parse(text, value, unit):
         "5 %",
         "1e1000 epochs",
         "1e999999999 epochs",
-        "9" * 101 + " steps",  # which could not be computed
+        "9" * 101 + " steps",  # one digit more than a number may have
     ],
 )
-def test_what_is_no_duration_is_quoted(text):
+def test_invalid_texts_are_quoted(text):
     with pytest.raises(ValueError) as error:
         parse(text)
     assert repr(text) in str(error.value)
@@ -68,9 +68,9 @@ def test_an_unknown_unit_is_quoted():
 @pytest.mark.parametrize(
     "value, unit, message",
     [
-        (1, "hours", "the unit 'hours' is unknown; known: steps"),
-        (-1, "steps", "at least 0, not -1 steps"),
-        (101, "percent", "101 percent is more than the whole run"),
+        (1, "hours", "unit='hours' is unknown; known: steps"),
+        (-1, "steps", "value=-1 steps must be a number of at least 0"),
+        (101, "percent", "101 percent exceeds the full run"),
         (10**18 + 1, "epochs", r"a duration must be at most 1e\+18 epochs"),
         (1e300, "steps", r"a duration must be at most 1e\+18 steps"),
     ],
@@ -81,7 +81,7 @@ def test_durations_that_cannot_be(value, unit, message):
 
 
 @pytest.mark.parametrize(
-    "text, arguments, steps, whole",
+    "text, arguments, steps, full",
     [
         ("30 epochs", {"batch_size": 1024, "num_examples": 60_000}, 1757.8125, 1758),
         ("20 epochs", {"batch_size": 32_768, "num_examples": 1_281_167}, 781.9622802734375, 782),
@@ -91,15 +91,15 @@ def test_durations_that_cannot_be(value, unit, message):
         ("7 steps", {"batch_size": 500}, 7.0, 7),
         ("12.5 percent", {"batch_size": 500, "total_steps": 80}, 10.0, 10),
         ("5 percent", {"batch_size": 500, "total_steps": 1757.8125}, 87.890625, 88),
-        # In floating point 0.7 * 1000 / 100 and 1.1 * 3000 / 100 are a little above 7 and 33.
+        # In floating point 0.7 * 1000 / 100 and 1.1 * 3000 / 100 are slightly above 7 and 33.
         ("0.7 epochs", {"batch_size": 100, "num_examples": 1000}, 7.0, 7),
         ("1.1 epochs", {"batch_size": 100, "num_examples": 3000}, 33.0, 33),
     ],
 )
-def test_steps(text, arguments, steps, whole):
+def test_steps(text, arguments, steps, full):
     duration = parse(text)
     assert duration.steps(**arguments) == steps
-    assert duration.whole_steps(**arguments) == whole
+    assert duration.whole_steps(**arguments) == full
     assert isinstance(duration.steps(**arguments), float)
 
 
@@ -109,11 +109,23 @@ def test_steps(text, arguments, steps, whole):
         (
             "3 epochs",
             {"batch_size": 5},
-            "'3 epochs' needs num_examples, a number above 0, not None",
+            "'3 epochs' needs a number above 0 for num_examples, not None",
         ),
-        ("3 epochs", {"batch_size": 0, "num_examples": 5}, "'3 epochs' needs batch_size, .* not 0"),
-        ("3 percent", {"batch_size": 5}, "'3 percent' needs total_steps"),
-        ("3 examples", {"batch_size": -5}, "'3 examples' needs batch_size"),
+        (
+            "3 epochs",
+            {"batch_size": 0, "num_examples": 5},
+            "'3 epochs' needs a number above 0 for batch_size, not 0",
+        ),
+        (
+            "3 percent",
+            {"batch_size": 5},
+            "'3 percent' needs a number above 0 for total_steps, not None",
+        ),
+        (
+            "3 examples",
+            {"batch_size": -5},
+            "'3 examples' needs a number above 0 for batch_size, not -5",
+        ),
     ],
 )
 def test_a_number_that_the_unit_needs(text, arguments, message):
@@ -121,5 +133,5 @@ def test_a_number_that_the_unit_needs(text, arguments, message):
         parse(text).steps(**arguments)
 
 
-def test_a_duration_is_its_own_parse():
+def test_parsing_a_duration_returns_it():
     assert parse(Duration(0.1, "epochs")) == parse("0.1 epochs")

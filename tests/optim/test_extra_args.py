@@ -1,4 +1,4 @@
-"""Extra arguments of `update`: everything takes them, and what wraps a transform passes them on."""
+"""Extra arguments of `update`: every transform accepts them, and wrappers pass them on."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ GRADS = {"kernel": jnp.ones((4, 3)), "bias": jnp.full(3, 0.5)}
 
 
 def by_value() -> optax.GradientTransformationExtraArgs:
-    """Takes the extra argument `value` off every weight, and refuses an update without it."""
+    """Subtracts the extra argument `value` from every weight, and rejects an update without this argument."""
 
     def update_fn(updates, state, params=None, *, value, **others):
         del params, others
@@ -68,7 +68,7 @@ def test_nnx_passes_them(name):
         "chain",
     ],
 )
-def test_what_wraps_a_transform_passes_them_on(wrapped):
+def test_wrappers_pass_extra_arguments_on(wrapped):
     updates, _ = wrapped.update(GRADS, wrapped.init(PARAMS), PARAMS, value=jnp.float32(3.0))
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, -3.0), updates)
 

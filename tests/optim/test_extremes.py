@@ -1,4 +1,4 @@
-"""Every optimizer with leaves of odd shapes, and gradients whose squares leave float32."""
+"""Every optimizer with unusual shapes, and with gradients whose squares exceed float32."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from lamb_tpu import optim
 from lamb_tpu.optim.factory import OPTIMIZERS
 
 SHAPES = {"empty": (0, 4), "empty vector": (0,), "kernel": (4, 3), "narrow": (2, 3), "number": ()}
-# The second update of those that send momentum is one of one bit.
+# The 1-bit optimizers compress momentum from the second update on.
 ARGUMENTS = {
     "apollo": {"rank": 1},
     "onebit_adam": {"freeze_step": 1},

@@ -1,4 +1,4 @@
-"""Factors of rate and decay, and weight decays that are schedules, under every optimizer."""
+"""Rate factors, decay factors, and scheduled weight decay for every optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from lamb_tpu import optim
-from lamb_tpu.optim import readings
+from lamb_tpu.optim import diagnostics
 from lamb_tpu.optim.factory import OPTIMIZERS, make_optimizer
 from tests.marks import MAIN, some
 from tests.optim import runs
@@ -18,9 +18,9 @@ PARAMS, *GRADS = (
     {name: np.asarray(tree[name], np.float32) for name in LEAVES}
     for tree in (lambda params, grads: (params, *grads))(*runs.case(steps=4))
 )
-# Without, the norm of all gradients together is one number for all parts.
+# Without clipping, because its global norm depends on all partitions.
 ARGUMENTS = {"adagrad_norm": {"per_layer": True}, "apollo": {"rank": 1}}
-# Every optimizer, and the presets in which the rate stands elsewhere.
+# Every optimizer, and presets in which another quantity is multiplied by the rate.
 FORMS = [(name, None) for name in OPTIMIZERS] + [
     ("lamb", "keras"),
     ("lamb", "deepspeed"),
@@ -37,12 +37,12 @@ def build(name, rate=RATE, preset=None, **arguments):
     return make_optimizer(config, rate)
 
 
-def assert_close(found, expected, rtol=2e-6):
+def assert_close(actual, expected, rtol=2e-6):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=rtol, atol=rtol * float(np.abs(b).max())
         ),
-        found,
+        actual,
         expected,
     )
 
@@ -51,56 +51,58 @@ def trained(tx):
     return runs.after(tx, PARAMS, GRADS)[0]
 
 
-def in_parts(name, make, factors):
-    """The weights after training with a transform for each factor, by `optax.partition`."""
-    if name == "apollo":  # its projections go by a leaf's place in the tree: take it from the whole
-        whole = {factor: trained(make(factor)) for factor in set(factors.values())}
-        return {leaf: whole[factor][leaf] for leaf, factor in factors.items()}
+def in_partitions(name, make, factors):
+    """Returns the weights after training with one transform per factor, by `optax.partition`."""
+    if name == "apollo":  # projections depend on the leaf's index in the full tree
+        full = {factor: trained(make(factor)) for factor in set(factors.values())}
+        return {leaf: full[factor][leaf] for leaf, factor in factors.items()}
     return trained(optax.partition({f: make(f) for f in factors.values()}, factors))
 
 
-def rules_of(fact, factors):
-    return [(f"^{leaf}$", {fact: factor}) for leaf, factor in factors.items()]
+def rules_of(meta, factors):
+    return [(f"^{leaf}$", {meta: factor}) for leaf, factor in factors.items()]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", some(FORMS, [(name, None) for name in MAIN]))
 def test_a_rate_factor_is_another_rate(form):
-    """A table of rules does what one transform a rate does, with no clip over all of them."""
+    """A table of rules equals one transform per rate, without global clipping."""
     name, preset = form
     factors = {"kernel": 0.3, "bias": 2.0, "zero": 1.0}
     arguments = {"preset": preset, "clip_global_norm": None, "weight_decay": 0.1}
-    found = trained(build(name, rules=rules_of("rate_factor", factors), **arguments))
-    expected = in_parts(
+    actual = trained(build(name, rules=rules_of("rate_factor", factors), **arguments))
+    expected = in_partitions(
         name, lambda factor: build(name, lambda t: factor * RATE(t), **arguments), factors
     )
-    assert_close(found, expected)
+    assert_close(actual, expected)
     plain = trained(build(name, **arguments))
-    assert not np.allclose(found["kernel"], plain["kernel"], rtol=1e-4)
+    assert not np.allclose(actual["kernel"], plain["kernel"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
 def test_a_rate_factor_of_0_freezes(name):
-    found = trained(build(name, weight_decay=0.1, rules=[("kernel", {"rate_factor": 0}), ("", {})]))
-    np.testing.assert_allclose(found["kernel"], PARAMS["kernel"], rtol=1e-6)
-    assert not np.allclose(found["bias"], PARAMS["bias"])
+    actual = trained(
+        build(name, weight_decay=0.1, rules=[("kernel", {"rate_factor": 0}), ("", {})])
+    )
+    np.testing.assert_allclose(actual["kernel"], PARAMS["kernel"], rtol=1e-6)
+    assert not np.allclose(actual["bias"], PARAMS["bias"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", some(OPTIMIZERS))
 def test_a_decay_factor_is_another_decay(name):
     factors = {"kernel": 0.25, "bias": 3.0, "zero": 0.0}
-    found = trained(build(name, weight_decay=0.1, rules=rules_of("decay_factor", factors)))
-    expected = in_parts(name, lambda factor: build(name, weight_decay=0.1 * factor), factors)
-    assert_close(found, expected)
+    actual = trained(build(name, weight_decay=0.1, rules=rules_of("decay_factor", factors)))
+    expected = in_partitions(name, lambda factor: build(name, weight_decay=0.1 * factor), factors)
+    assert_close(actual, expected)
     plain = trained(build(name, weight_decay=0.1))
     for leaf in ("kernel", "bias"):
-        assert not np.allclose(found[leaf], plain[leaf], rtol=1e-5), leaf
+        assert not np.allclose(actual[leaf], plain[leaf], rtol=1e-5), leaf
 
 
 @pytest.mark.parametrize("name", some(OPTIMIZERS))
 def test_a_weight_decay_may_be_a_schedule(name):
-    """Each update is that of the number which the schedule gives for the count before it."""
+    """Each update uses the schedule's value at the number of completed updates."""
     table = jnp.array([0.1, 0.0, 0.4, 0.2, 0.3])
     scheduled = build(name, weight_decay=lambda t: table[t])
     params = expected = PARAMS
@@ -129,7 +131,7 @@ def test_the_trust_ratio_does_not_see_the_rate(name):
     def ratios(rules):
         tx = build(name, collect=True, rules=rules)
         _, state = tx.update(GRADS[0], tx.init(PARAMS), PARAMS)
-        return readings.read(state)["ratios"]
+        return diagnostics.read(state)["ratios"]
 
     slowed = ratios([("^kernel$", {"rate_factor": 0.1}), ("", {})])
     assert slowed == ratios("all")

@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""Optimizers by name, with common arguments and presets."""
 
 import inspect
 
@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec
 from lamb_tpu import optim
 from lamb_tpu.optim import rounding
 from lamb_tpu.optim.factory import OPTIMIZERS, make_optimizer
-from lamb_tpu.optim.presets import PRESETS
 
 PARAMS = {"kernel": jnp.array([3.0, 4.0]), "bias": jnp.array([1.0])}
 GRADS = {"kernel": jnp.array([0.5, -1.0]), "bias": jnp.array([2.0])}
@@ -92,7 +91,7 @@ def test_injected_hyperparams(name):
             tx.init(PARAMS)
     tx = optax.inject_hyperparams(build, static_args=static)(learning_rate=0.1)
     state = tx.init(PARAMS)
-    # Under jit, where every other number is traced.
+    # Under jit all other numbers are traced.
     updates, _ = jax.eval_shape(tx.update, GRADS, state, PARAMS)
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
 
@@ -102,7 +101,7 @@ def test_one_table_of_rules_serves_all(name):
     rules = [["bias", {"decay": False, "adapt": False}], ["", {"layer_axes": []}]]
     config = {"name": name, "rules": rules}
     if name == "adagrad_norm":
-        config["per_layer"] = True  # its norm of all gradients holds those that decay
+        config["per_layer"] = True  # its global norm would include the gradients that decay
     configs = [{**config, "weight_decay": decay} for decay in (0.0, 0.5)]
     plain, decayed = (
         tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]
@@ -114,14 +113,14 @@ def test_one_table_of_rules_serves_all(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clipping_comes_before_anything_else(name):
-    # The norm of the gradients is 2.2913, so at 1 they count as if divided by it.
+    # The norm of the gradients is 2.2913, so clipping at 1 divides the gradients by 2.2913.
     norm = np.sqrt(0.25 + 1.0 + 4.0)
     clipped = make_optimizer({"name": name, "clip_global_norm": 1.0}, 0.1)
     plain = make_optimizer({"name": name}, 0.1)
-    found, _ = clipped.update(GRADS, clipped.init(PARAMS), PARAMS)
+    actual, _ = clipped.update(GRADS, clipped.init(PARAMS), PARAMS)
     scaled = jax.tree.map(lambda g: g / norm, GRADS)
     expected, _ = plain.update(scaled, plain.init(PARAMS), PARAMS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad_norm", "lamb"])
@@ -156,8 +155,8 @@ def test_stochastic_rounding(name, value, seed):
 
 def test_stochastic_rounding_gets_the_mesh_axis():
     tx = make_optimizer({"name": "sgd", "stochastic_rounding": True, "axis_name": "x"}, 0.1)
-    params = jnp.ones(2, jnp.bfloat16)  # plain SGD alone has no use of an axis
-    with pytest.raises(ValueError, match="axis_name 'x' is not bound here"):
+    params = jnp.ones(2, jnp.bfloat16)  # plain SGD does not use an axis
+    with pytest.raises(ValueError, match="axis_name='x' is not bound here"):
         tx.update(params, tx.init(params), params)
 
 
@@ -168,13 +167,13 @@ def test_rules_are_resolved_at_once_where_parameters_are_given():
         make_optimizer(config, 0.1, shapes)
     make_optimizer(config, 0.1)
     make_optimizer({"name": "sgd"}, 0.1, shapes)
-    with pytest.raises(ValueError, match="^agvm: no module matches the parameter 'bias': add a"):
+    with pytest.raises(ValueError, match="^agvm: no module matches the parameter 'bias'; add a"):
         make_optimizer(
             {"name": "sgd", "agvm": {"modules": [("a", "kern"), ("b", "el$")]}}, 0.1, shapes
         )
-    with pytest.raises(ValueError, match="^agvm: second_moment gives no second moment of each"):
+    with pytest.raises(ValueError, match="^agvm: second_moment returns no second moment for each"):
         make_optimizer({"name": "lion", "agvm": {**AGVM, "second_moment": True}}, 0.1, shapes)
-    with pytest.raises(ValueError, match="^agvm: agvm scales updates, and the weights that schedu"):
+    with pytest.raises(ValueError, match="^agvm: agvm cannot wrap schedule_free_adamw"):
         make_optimizer({"name": "schedule_free_adamw", "agvm": AGVM}, 0.1, shapes)
 
 
@@ -208,52 +207,52 @@ def test_agvm():
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"name": "lambs"}, "name 'lambs' is unknown; known: lamb, lars"),
-        ({}, "name None is unknown"),
+        ({"name": "lambs"}, "name='lambs' is unknown; known: lamb, lars"),
+        ({}, "name=None is unknown"),
         ({"name": "lamb", "beta1": 0.9}, "lamb has no argument 'beta1'; known: b1, b2, eps"),
         (
             {"name": "sgd", "learning_rate": 0.9},
             "sgd has no argument 'learning_rate'; known: weight_decay, rules, clip_global_norm, "
             "axis_name, l2, l2_rules, agvm, stochastic_rounding, preset",
         ),
-        ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets; known: .*lamb"),
+        ({"name": "sgd", "preset": "paper"}, "'sgd' has no presets, only .*lamb"),
         (
             {"name": "lamb", "preset": "papers"},
-            "the preset name 'papers' is unknown; lamb has: paper, author",
+            "preset name='papers' is unknown; lamb has: paper, author",
         ),
-        ({"name": "adam", "clip_global_norm": -1.0}, "clip_global_norm must be above 0.*not -1.0"),
-        ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding must be .* not -1"),
-        ({"name": "momentum", "rules": "none"}, "'none' are unknown"),
+        (
+            {"name": "adam", "clip_global_norm": -1.0},
+            "clip_global_norm: max_norm=-1.0 must be above 0",
+        ),
+        ({"name": "adam", "stochastic_rounding": -1}, "stochastic_rounding=-1 must be"),
+        ({"name": "momentum", "rules": "none"}, "'none' is unknown"),
         ({"name": "momentum", "rules": [("a", {}), ("a", {})]}, "the rule 'a' is given twice"),
-        ({"name": "lamb", "agvm": 3}, "agvm must be a mapping with the key 'modules', not 3"),
+        ({"name": "lamb", "agvm": 3}, "agvm=3 must be a mapping with the key 'modules'"),
         (
             {"name": "lamb", "agvm": {**AGVM, "every": 5}},
             "^agvm.every is unknown; agvm has: modules, anchor, second_moment, interval, start",
         ),
-        ({"name": "lamb", "agvm": {}}, r"^agvm.modules is \(\); agvm compares modules"),
-        (
-            {"name": "lamb", "agvm": {"modules": ["body"]}},
-            r"^agvm.modules is \['body'\]; it must be",
-        ),
+        ({"name": "lamb", "agvm": {}}, r"^agvm.modules=\(\) must have at least two"),
+        ({"name": "lamb", "agvm": {"modules": ["body"]}}, r"^agvm.modules=\['body'\] must be"),
         (
             {"name": "lamb", "agvm": {**AGVM, "anchor": "neck"}},
-            "^agvm.anchor is 'neck'; the modules are: rest, body",
+            "^agvm.anchor='neck' must be one of rest, body",
         ),
         (
             {"name": "lamb", "agvm": {"modules": [("a", "("), ("b", "")]}},
-            r"agvm.modules must be valid regular expressions; '\(' is none",
+            r"agvm.modules has '\(', which is not a valid regular",
         ),
         (
             {"name": "lamb", "agvm": {**AGVM, "momentum": 1.0}},
-            "^agvm: momentum must be at least 0 and",
+            "^agvm: momentum=.* must be at least 0 and",
         ),
         (
             {"name": "lars", "agvm": {**AGVM, "second_moment": True}},
-            "^agvm.second_moment is True, and the optimizer has no argument b2, .*; it must be False",
+            "^agvm.second_moment=True must be False, because the optimizer has no argument b2",
         ),
         (
             {"name": "lamb", "agvm": {**AGVM, "second_moment": 1}},
-            "^agvm.second_moment must be True or",
+            "^agvm.second_moment=.* must be True or",
         ),
     ],
 )
@@ -274,18 +273,11 @@ NUMBERS = [
 def test_bad_numbers_are_named(name, argument):
     values = [-0.5, float("nan")] + [1.5, 1.0] * (argument in ("b1", "b2", "momentum"))
     for value in values:
-        with pytest.raises(ValueError, match=rf"{argument}.* not {value}"):
+        with pytest.raises(ValueError, match=rf"{argument}={value} must be"):
             OPTIMIZERS[name](**{"learning_rate": 0.1, argument: value})
 
 
-def test_every_preset_belongs_to_an_optimizer():
-    assert set(PRESETS) <= set(OPTIMIZERS)
-    for name, presets in PRESETS.items():
-        for preset in presets:
-            make_optimizer({"name": name, "preset": preset}, 0.1)
-
-
-def test_the_config_is_left_as_it_was():
+def test_the_config_does_not_change():
     config = {"name": "lamb", "preset": "author"}
     make_optimizer(config, 0.1)
     assert config == {"name": "lamb", "preset": "author"}

@@ -1,4 +1,4 @@
-"""Every recorded trajectory of other implementations, repeated update for update."""
+"""Our optimizers reproduce every recorded run of other implementations after every update."""
 
 import re
 
@@ -12,9 +12,9 @@ from tests.optim import golden, golden_schedules, goldens
 from tests.shared import ROOT
 
 ENTRIES = goldens.index()
-# One of each implementation.
+# One entry per implementation.
 FIRST = list({entry["implementation"]: entry for entry in reversed(ENTRIES)}.values())
-# (repeated, excluded for a bug) of the recorded trajectories of each family
+# The numbers of recorded runs in each family: (reproduced, excluded because of a bug)
 COUNTS = {
     "lamb": (68, 1),
     "lars": (38, 0),
@@ -32,9 +32,9 @@ def test_trajectory(entry):
             goldens.largest_differences(entry)
         return
     in_float32 = 5e-6 if (entry.get("max_abs_diff_f32_vs_f64") or 0) > 2e-6 else 2e-6
-    # TensorFlow Addons keeps its hyper-parameters in float32 also where weights are float64,
-    # NovoGrad in PyTorch its second moments, of which its square root is off by one unit in
-    # the last place for one number in five.
+    # TensorFlow Addons has float32 hyper-parameters even for float64 weights. NovoGrad in PyTorch
+    # has float32 second moments, and its square root is off by one unit in the last place for one
+    # number in five.
     inexact = ("tfa_", "timm_nvnovograd", "nvidia_jasper_novograd")
     in_float64 = 1e-7 if entry["implementation"].startswith(inexact) else 1e-12
     largest = goldens.largest_differences(entry)
@@ -91,7 +91,7 @@ def test_bugs_and_nothing_else_of_an_implementation_are_excluded(
 @pytest.mark.parametrize("family", ["lamb", "lars"])
 @pytest.mark.parametrize("always", [False, True])
 def test_a_group_of_timm_may_adapt_without_decay(family, always):
-    """`always_adapt` is an option of a parameter group too, in its LARS as in its LAMB."""
+    """In timm's LARS and LAMB, `always_adapt` is also an option of a parameter group."""
     params = {"kernel": jnp.full((4, 4), 3.0), "bias": jnp.full(4, 2.0)}
     entry = {
         "family": family,
@@ -112,11 +112,11 @@ def test_a_group_of_timm_may_adapt_without_decay(family, always):
     reference = optim.make_optimizer(
         {"name": family, "preset": "timm", "weight_decay": 0.01, "rules": rules}, 0.1
     )
-    for found, expected in zip(
+    for actual, expected in zip(
         *(jax.tree.leaves(tx.update(params, tx.init(params), params)[0]) for tx in (tx, reference)),
         strict=True,
     ):
-        assert jnp.array_equal(found, expected)
+        assert jnp.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
@@ -128,7 +128,7 @@ def test_a_setting_that_is_not_known_is_an_error(entry):
         golden.transform_for(dict(entry, hyper=dict(entry["hyper"], warp_factor=9)), params)
 
 
-def test_what_is_not_known_is_an_error():
+def test_unknown_entries_raise():
     with pytest.raises(ValueError, match="the family 'lion' is unknown; known: lamb"):
         golden.transform_for({"family": "lion"}, {})
     hyper = {"lr": 0.01, "lr_schedule": "cosine"}

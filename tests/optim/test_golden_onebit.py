@@ -1,4 +1,4 @@
-"""Every recorded run of DeepSpeed's 1-bit optimizers, exact at every update."""
+"""Every recorded run of DeepSpeed's 1-bit optimizers, reproduced at every update."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tests.marks import some
 from tests.optim import goldens
 
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] == "onebit"]
-# One of each implementation with several workers, and the only one with a single one.
+# One entry per implementation with several workers, and the only entry with one worker.
 MAIN = [
     entry
     for entry in ENTRIES
@@ -19,20 +19,20 @@ MAIN = [
 @pytest.mark.parametrize("entry", some(ENTRIES, MAIN), ids=goldens.label)
 def test_every_array_of_a_record(entry):
     recorded = goldens.record(entry)
-    found = FAMILIES["onebit"](entry, recorded, goldens.inputs())
-    assert found.keys() == recorded.keys()
+    actual = FAMILIES["onebit"](entry, recorded, goldens.inputs())
+    assert actual.keys() == recorded.keys()
     for key, expected in recorded.items():
-        assert found[key].shape == expected.shape, key
-        np.testing.assert_allclose(found[key], expected, rtol=1e-7, atol=1e-6, err_msg=key)
+        assert actual[key].shape == expected.shape, key
+        np.testing.assert_allclose(actual[key], expected, rtol=1e-7, atol=1e-6, err_msg=key)
 
 
-def test_all_kinds_are_there():
+def test_all_categories_are_recorded():
     goldens.need(15, ENTRIES, "the 1-bit optimizers")
-    kinds = {(e["implementation"], e["hyper"]["world"]) for e in ENTRIES}
-    assert len(ENTRIES) == 15 and {("onebit_lamb", 1), ("onebit_lamb", 4)} <= kinds
+    types = {(e["implementation"], e["hyper"]["world"]) for e in ENTRIES}
+    assert len(ENTRIES) == 15 and {("onebit_lamb", 1), ("onebit_lamb", 4)} <= types
 
 
-def test_what_is_not_repeated_says_why():
+def test_excluded_runs_have_a_reason():
     entry = {"implementation": "zero_one_adam", "hyper": {"world": 1, "tensors": []}}
     with pytest.raises(NotImplementedError, match="throws away every gradient between"):
         FAMILIES["onebit"](entry, {}, {})

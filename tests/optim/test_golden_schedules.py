@@ -1,4 +1,4 @@
-"""Every learning rate recorded from other implementations, repeated by our arguments."""
+"""Every recorded learning rate of other implementations, reproduced by our schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def test_every_point(implementation, x64):
     entry, record = _entry(implementation)
     in_float32 = implementation in golden_schedules.IN_FLOAT32
     relative = 1e-12 if x64 and not in_float32 else 1e-6
-    # TensorFlow's 1 + cos(...) and 1 - step / total lose digits near the end: what is recorded
-    # there is right to a few float32 roundings of the peak, not of itself.
+    # TensorFlow's 1 + cos(...) and 1 - step / total lose digits near the end: there the error is a
+    # few float32 roundings of the peak, not of the value.
     of_the_peak = 3e-7 if implementation.startswith("tpu_") else 0.0
     with jax.enable_x64(x64):
         for curve in golden_schedules.curves_for(entry, record):
@@ -43,9 +43,9 @@ def test_no_curve_is_left_out(implementation):
     not_rates = ("step", "steps_per_epoch", "train_steps", "scalars")
     rates = {name for name in record if name.rpartition("/")[2] not in not_rates}
     assert {curve.name for curve in curves} == rates
-    found = FAMILIES["schedules"](entry, record, {})
-    assert found.keys() == rates
-    assert all(found[name].shape == record[name].shape for name in rates)
+    actual = FAMILIES["schedules"](entry, record, {})
+    assert actual.keys() == rates
+    assert all(actual[name].shape == record[name].shape for name in rates)
 
 
 def test_all_implementations_are_here():
@@ -62,7 +62,7 @@ def test_a_setting_that_is_not_known_is_an_error():
 
 
 def test_a_frozen_clock():
-    # decay_end of init2winit, which is not set in the record: from there the rate stays.
+    # The recorded run does not set init2winit's decay_end, after which the rate is constant.
     entry, record = _entry("init2winit_mlperf_poly")
     hyper = entry["hyper"] | {"decay_end": 60}
     (curve,) = golden_schedules.curves_for(dict(entry, hyper=hyper), record)

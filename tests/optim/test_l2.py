@@ -1,4 +1,4 @@
-"""An L2 term of the loss beside an optimizer."""
+"""An L2 term in the loss combined with an optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,15 @@ def loss(params: optax.Params) -> jax.Array:
 
 
 def steps(tx: optax.GradientTransformation, l2: float) -> optax.Params:
-    """The weights after three updates with the term written into the loss."""
+    """Returns the weights after three updates with the term in the loss."""
 
-    def whole(params: optax.Params) -> jax.Array:
+    def full(params: optax.Params) -> jax.Array:
         kept = [params["conv"]["kernel"], *params["output"].values()]  # without the norm
         return loss(params) + l2 / 2 * sum(jnp.sum(leaf**2) for leaf in kept)
 
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(3):
-        updates, state = tx.update(jax.grad(whole)(params), state, params)
+        updates, state = tx.update(jax.grad(full)(params), state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -40,13 +40,13 @@ def steps(tx: optax.GradientTransformation, l2: float) -> optax.Params:
 def test_is_the_gradient_of_the_term(name: str) -> None:
     config = {"name": name, "rules": "no_bias_no_norm", "clip_global_norm": 1.5}
     plain = make_optimizer(config, 0.1)
-    found = steps(make_optimizer(config | {"l2": 0.3, "l2_rules": "resnet"}, 0.1), 0.0)
+    actual = steps(make_optimizer(config | {"l2": 0.3, "l2_rules": "resnet"}, 0.1), 0.0)
     expected = steps(plain, 0.3)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, expected
     )
     without = steps(plain, 0.0)
-    if name != "lion":  # a term so small turns no sign
+    if name != "lion":  # so small a term changes no sign
         assert np.abs(without["conv"]["kernel"] - expected["conv"]["kernel"]).max() > 1e-5
 
 
@@ -56,7 +56,7 @@ def gradient(shape: tuple[int, ...], step: int) -> np.ndarray:
 
 
 def test_lars_of_tensorflow_tpus_efficientnet() -> None:
-    """By hand, from lars_optimizer.py and the loss of main.py, in float64."""
+    """Computes the expected steps in float64, like lars_optimizer.py with the loss of main.py."""
     rate, decay, l2, momentum = 5.0, 0.02, 0.3, 0.9
     tx = optim.add_l2(
         optim.lars(rate, weight_decay=decay, rules="efficientnet", momentum=momentum), l2, "resnet"
@@ -110,14 +110,14 @@ def test_state_is_that_of_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"l2": -0.1}, "l2 must be at least 0, not -0.1"),
-        ({"l2": "much"}, "l2 must be at least 0, not 'much'"),
-        ({"l2_rules": "resnet"}, "l2_rules say which leaves are in the term l2, which is missing"),
+        ({"l2": -0.1}, "l2=-0.1 must be at least 0"),
+        ({"l2": "much"}, "l2='much' must be at least 0"),
+        ({"l2_rules": "resnet"}, "l2_rules='resnet' has no effect without l2"),
         ({"l2": 0.1, "l2_rules": "resnets"}, "resnets"),
         ({"l2": 0.1, "l2_rules": [["nothing", {}]]}, "no rule matches the parameter 'conv/kernel'"),
     ],
 )
-def test_mistakes(config: dict, message: str) -> None:
+def test_errors(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_optimizer({"name": "lars", **config}, 0.1, PARAMS)
     tx = optim.add_l2(optax.sgd(0.1), 0.1)

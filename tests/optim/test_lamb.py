@@ -1,5 +1,6 @@
-"""LAMB against a loop written from the formulas, and the ways in which LAMB can go wrong."""
+"""LAMB against a loop written from the formulas, and known failure modes of LAMB."""
 
+import functools
 import math
 
 import jax
@@ -7,19 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu import optim
 from tests.optim import golden, goldens
-
-NUM_STEPS = 5
-RULES = [("bias", {"decay": False}), ("scale", {"adapt": False}), ("", {})]
+from tests.optim.runs import after, case, equals_a_loop, rate, stacked_and_split
 
 
 def reference(
     weights,
     grads,
-    rate=0.1,
     *,
     decays=True,
     adapts=True,
@@ -39,11 +36,11 @@ def reference(
     nesterov="none",
     cautious=False,
 ):
-    """The weights of one layer after all gradients, in NumPy and float64."""
+    """Returns the weights of one layer after all gradients, in NumPy and float64."""
     order = {"l2": 2, "l1": 1, "linf": np.inf}[norm]
     m = v = np.zeros_like(weights)
     for t, g in enumerate(grads, start=1):
-        eta = rate(t - 1) if callable(rate) else rate
+        eta = rate(t - 1)
         wd = weight_decay(t - 1) if callable(weight_decay) else weight_decay
         wd = wd if decays else 0.0
         if decay == "gradient":
@@ -81,29 +78,6 @@ def reference(
     return weights
 
 
-def _case(seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = {"kernel": (4, 3), "bias": (5,), "scale": (5,), "zero": (2, 3), "still": (3,)}
-    params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    params["zero"][:] = 0.0
-    grads = [
-        {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-        for _ in range(NUM_STEPS)
-    ]
-    for grad in grads:
-        grad["still"][:] = 0.0
-    return params, grads
-
-
-def _run(tx, params, grads):
-    params = jax.tree.map(jnp.asarray, params)
-    state, update = tx.init(params), jax.jit(tx.update)
-    for grad in grads:
-        updates, state = update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
-
-
 CHOICES = {
     "defaults": {},
     "betas": {"b1": 0.5, "b2": 0.9},
@@ -119,7 +93,7 @@ CHOICES = {
     "decay in the gradient": {"decay": "gradient", "weight_decay": 0.5},
     "l1": {"norm": "l1"},
     "linf": {"norm": "linf"},
-    "phi_bounds": {"phi_bounds": (1.9, 2.5)},
+    "phi_bounds": {"phi_bounds": (1.9, 2.2)},
     "ratio_bounds": {"ratio_bounds": (0.9, 1.1)},
     "ratio_eps": {"ratio_eps": 1.0},
     "zero_ratio": {"zero_ratio": 0.5},
@@ -140,44 +114,23 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_against_a_loop(name):
-    arguments = CHOICES[name]
-    params, grads = _case()
-
-    def rate(t):
-        return 0.1 / (t + 1)
-
-    with jax.enable_x64(True):
-        found = _run(optim.lamb(rate, rules=RULES, **arguments), params, grads)
-        for leaf, weights in params.items():
-            expected, plain = (
-                reference(
-                    weights,
-                    [grad[leaf] for grad in grads],
-                    rate,
-                    decays=leaf != "bias",
-                    adapts=leaf != "scale",
-                    **keywords,
-                )
-                for keywords in (arguments, {})
-            )
-            np.testing.assert_allclose(found[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
-            if arguments and leaf == ("zero" if name == "zero_ratio" else "kernel"):
-                assert not np.allclose(expected, plain, rtol=1e-6), "the choice changes nothing"
+    changed = {"defaults": None, "zero_ratio": "zero"}.get(name, "kernel")
+    equals_a_loop(optim.lamb, reference, CHOICES[name], changed)
 
 
 def test_clipping_comes_before_the_moments_and_before_decay_in_the_gradient():
-    params, grads = _case()
+    params, grads = case()
     norms = [math.sqrt(sum((g**2).sum() for g in grad.values())) for grad in grads]
-    assert min(norms) < 5.3 < max(norms)
-    tx = optim.lamb(0.1, decay="gradient", weight_decay=0.5, clip_global_norm=5.3)
+    limit = float(np.median(norms))
+    tx = optim.lamb(rate, decay="gradient", weight_decay=0.5, clip_global_norm=limit)
     with jax.enable_x64(True):
-        found = _run(tx, params, grads)
+        actual, _ = after(tx, params, grads)
     for leaf, weights in params.items():
         clipped = [
-            grad[leaf] * min(1.0, 5.3 / norm) for grad, norm in zip(grads, norms, strict=True)
+            grad[leaf] * min(1.0, limit / norm) for grad, norm in zip(grads, norms, strict=True)
         ]
         expected = reference(weights, clipped, decay="gradient", weight_decay=0.5)
-        np.testing.assert_allclose(found[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
+        np.testing.assert_allclose(actual[leaf], expected, rtol=1e-11, atol=1e-13, err_msg=leaf)
 
 
 @pytest.mark.parametrize(
@@ -185,43 +138,13 @@ def test_clipping_comes_before_the_moments_and_before_decay_in_the_gradient():
     [{"cautious": True}, {"nesterov": "both", "decay": "decoupled"}, {"bias_correction": "step"}],
     ids=str,
 )
-def test_stacks_and_shards_of_every_choice(arguments):
-    """Stacked layers equal layers on their own; a tensor split over devices equals a whole one."""
-    rng = np.random.default_rng(1)
-    stack = rng.standard_normal((4, 8, 6)) * np.array([1, 10, 100, 1000.0])[:, None, None]
-    grads = [rng.standard_normal(stack.shape) for _ in range(3)]
-    with jax.enable_x64(True):
-        stacked = _run(
-            optim.lamb(0.1, rules=[("", {"layer_axes": (0,)})], **arguments),
-            {"w": stack},
-            [{"w": g} for g in grads],
-        )["w"]
-        for i in range(4):
-            expected = reference(stack[i], [g[i] for g in grads], **arguments)
-            np.testing.assert_allclose(stacked[i], expected, rtol=1e-11, atol=1e-12)
-
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-        def step(axis_name):
-            tx = optim.lamb(0.1, axis_name=axis_name, **arguments)
-            spec = PartitionSpec(None, "data")
-            return jax.jit(
-                jax.shard_map(
-                    lambda w, gs: _run(tx, {"w": w}, [{"w": gs[i]} for i in range(3)])["w"],
-                    mesh=mesh,
-                    in_specs=(spec, PartitionSpec(None, None, "data")),
-                    out_specs=spec,
-                )
-            )(jnp.asarray(stack), jnp.asarray(np.stack(grads)))
-
-        expected = reference(stack, grads, **arguments)
-        np.testing.assert_allclose(step("data"), expected, rtol=1e-11, atol=1e-12)
-        assert not np.allclose(step(None), expected, rtol=1e-3)
+def test_stacks_and_shards(arguments):
+    stacked_and_split(functools.partial(optim.lamb, 0.1, **arguments))
 
 
 def test_n_lamb_and_nn_lamb_by_hand():
-    # The first update from weights of 0 has the ratio 1; b1 = 0.5, b2 = 0.75, g = 2, so m = 1 and
-    # v = 1, and the next update's 1 - b1^2 = 3/4 and 1 - b2^2 = 7/16.
+    # The first update from weights of 0 has the ratio 1. With b1 = 0.5, b2 = 0.75 and g = 2, m = 1
+    # and v = 1; for the next update 1 - b1^2 = 3/4 and 1 - b2^2 = 7/16.
     m_hat = 0.5 * 1 / (3 / 4) + 0.5 * 2 / 0.5  # 8/3
     v_hat = {"first": 0.75 * 1 / 0.25, "both": 0.75 * 1 / (7 / 16) + 0.25 * 4 / 0.25}
     for nesterov, square in v_hat.items():
@@ -244,22 +167,20 @@ def test_golden_ratios_are_read_from_the_state():
         updates, state = tx.update(grads, state, params)
         expected, plain = same.update(grads, plain, params)
         for name in params:
-            np.testing.assert_array_equal(updates[name], expected[name])  # reading changes nothing
-            norm = state.readings.update_norms[name]
+            np.testing.assert_array_equal(
+                updates[name], expected[name]
+            )  # collecting does not change the update
+            norm = state.diagnostics.update_norms[name]
             np.testing.assert_allclose(norm, np.linalg.norm(updates[name]), rtol=1e-5)
-            norm = state.readings.weight_norms[name]
+            norm = state.diagnostics.weight_norms[name]
             np.testing.assert_allclose(norm, np.linalg.norm(params[name]), rtol=1e-5)
             np.testing.assert_allclose(
-                state.readings.ratios[name], record["trust/" + name][step], rtol=2e-6, err_msg=name
+                state.diagnostics.ratios[name],
+                record["trust/" + name][step],
+                rtol=2e-6,
+                err_msg=name,
             )
         params = optax.apply_updates(params, updates)
-
-
-def test_no_weight_decay_still_adapts():
-    params = {"kernel": jnp.array([30.0, 40.0])}
-    tx = optim.lamb(0.1, weight_decay=0.0)
-    updates, _ = tx.update({"kernel": jnp.ones(2)}, tx.init(params), params)
-    np.testing.assert_allclose(jnp.linalg.norm(updates["kernel"]), 0.1 * 50.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"cautious": True}, {"ratio_bounds": (0.1, 1.0)}])
@@ -286,7 +207,7 @@ def test_bfloat16_parameters_keep_float32_moments():
             _, state = tx.update({"kernel": jnp.asarray(grad, dtype)}, state, params)
         assert state.nu["kernel"].dtype == jnp.float32
         nus.append(state.nu["kernel"])
-    # In bfloat16 1 - b2 is 0 and b2 is 1: the second moments would stay where they are.
+    # In bfloat16 1 - b2 is 0 and b2 is 1, so second moments would never change.
     np.testing.assert_allclose(nus[0], nus[1], rtol=1e-6)
     expected = sum(0.001 * 0.999 ** (49 - t) * grads[t].astype(np.float64) ** 2 for t in range(50))
     np.testing.assert_allclose(nus[0], expected, rtol=1e-5)
@@ -300,9 +221,10 @@ def test_moments_in_the_dtype_asked_for():
     assert state.nu["kernel"].dtype == jnp.bfloat16
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("compute", ["eager", "jit"])
 def test_large_tensors_take_the_same_norms(compute):
-    # From 4,096 values on, sums are taken in windows on the CPU.
+    # From 4,096 values on, the CPU computes sums in windows.
     rng = np.random.default_rng(0)
     params = {"kernel": jnp.asarray(rng.standard_normal((3, 48, 64)), jnp.float32)}
     grads = {"kernel": jnp.asarray(rng.standard_normal((3, 48, 64)), jnp.float32)}
@@ -312,9 +234,10 @@ def test_large_tensors_take_the_same_norms(compute):
     weights, grad = (np.asarray(tree["kernel"], np.float64) for tree in (params, grads))
     direction = grad / (np.abs(grad) + 1e-6) + 0.01 * weights
     expected = [np.linalg.norm(weights[i]) / np.linalg.norm(direction[i]) for i in range(3)]
-    np.testing.assert_allclose(state.readings.ratios["kernel"], expected, rtol=2e-6)
+    np.testing.assert_allclose(state.diagnostics.ratios["kernel"], expected, rtol=2e-6)
 
 
+@pytest.mark.optimized
 def test_the_direction_is_computed_again_and_not_stored():
     params = {str(i): jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(16)}
     num_bytes = sum(4 * p.size for p in params.values())
@@ -332,29 +255,11 @@ def test_the_direction_is_computed_again_and_not_stored():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-        ({"b2": -0.1}, "b2 .* not -0.1"),
-        ({"eps": -1e-6}, "eps .* not -1e-06"),
-        ({"eps": "1e-6"}, "eps must be at least 0, not '1e-6'"),
-        ({"eps_root": -1e-6}, "eps_root .* not -1e-06"),
-        ({"weight_decay": -1}, "weight_decay .* not -1"),
-        ({"learning_rate": -1.0}, "learning_rate .* not -1.0"),
-        ({"learning_rate": float("nan")}, "learning_rate .* not nan"),
-        ({"norm": "l3"}, "norm must be one of l2, l1, linf, not 'l3'"),
-        ({"phi_bounds": (2.0, 1.0)}, r"phi_bounds .* \(2.0, 1.0\)"),
-        ({"ratio_bounds": (2.0, 1.0)}, r"ratio_bounds must be \(lower, upper\).* \(2.0, 1.0\)"),
-        ({"ratio_bounds": 10.0}, "ratio_bounds .* not 10.0"),
-        ({"ratio_eps": -1.0}, "ratio_eps .* not -1.0"),
-        ({"zero_ratio": -1.0}, "zero_ratio .* not -1.0"),
-        ({"bias_correction": True}, "bias_correction must be one of moments, none, step, not True"),
-        ({"decay": "l2"}, "decay must be one of direction, decoupled, gradient, not 'l2'"),
-        ({"nesterov": True}, "nesterov must be one of none, first, both, not True"),
-        ({"cautious": "yes"}, "cautious must be True or False, not 'yes'"),
-        ({"grad_averaging": None}, "grad_averaging must be True or False, not None"),
-        ({"clip_global_norm": 0.0}, "clip_global_norm must be above 0, .* not 0.0"),
-        ({"mu_dtype": jnp.int8}, "mu_dtype must be a floating-point dtype or None, not .*int8"),
-        ({"nu_dtype": "float23"}, "nu_dtype .* not 'float23'"),
-        ({"rules": "none"}, "'none' are unknown; the named rules are all, "),
+        ({"norm": "l3"}, "norm='l3' must be one of l2, l1, linf"),
+        ({"bias_correction": True}, "bias_correction=True must be one of moments, none, step"),
+        ({"decay": "l2"}, "decay='l2' must be one of direction, decoupled, gradient"),
+        ({"nesterov": True}, "nesterov=True must be one of none, first, both"),
+        ({"clip_global_norm": 0.0}, "clip_global_norm=0.0 must be above 0, .*"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -362,20 +267,7 @@ def test_bad_arguments(arguments, message):
         optim.lamb(**{"learning_rate": 0.1, **arguments})
 
 
-def test_an_axis_that_is_not_bound_is_an_error():
-    params = {"w": jnp.ones(2)}
-    tx = optim.lamb(0.1, axis_name="data")
-    with pytest.raises(ValueError, match="axis_name 'data' is not bound"):
-        tx.update(params, tx.init(params), params)
-
-
-def test_params_are_required():
-    tx = optim.lamb(0.1)
-    with pytest.raises(ValueError, match="params is None"):
-        tx.update({}, tx.init({}))
-
-
-def test_hyperparameters_injected_in_bfloat16_are_refused():
+def test_hyperparameters_injected_in_bfloat16_are_rejected():
     params = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
     tx = optax.inject_hyperparams(optim.lamb)(learning_rate=0.1)
     with pytest.raises(ValueError, match="bfloat16 array and has lost digits"):

@@ -1,4 +1,4 @@
-"""The walk that optimizers share, with a toy optimizer whose every number can be told by hand."""
+"""The loop over leaves that all optimizers share, tested with a simple toy optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -14,23 +14,23 @@ from lamb_tpu.optim.leafwise import one_minus_power
 class SumState(NamedTuple):
     count: jax.Array
     total: Any
-    readings: Any
+    diagnostics: Any
 
 
 def sums(learning_rate=1.0, rules="all", seen=None, **options):
-    """Steps along the sum of all gradients; `seen` gets what each step was given.
+    """Steps along the sum of all gradients; `seen` receives the input of each step.
 
-    For a trust ratio, which it has no use of, it gives the norm of the weights.
+    The optimizer reports the norm of the weights as its trust ratio, which has no effect.
     """
 
-    def init_leaf(param, facts, axes):
+    def init_leaf(param, metadata, axes):
         return (leafwise.zeros_like(param),)
 
     def step_leaf(leaf, total):
         if seen is not None:
             seen.append(leaf)
         total = total + leaf.grad
-        return -leaf.rate * total, (total,), trust_ratio.leaf_norm(leaf.weights, leaf.facts)
+        return -leaf.rate * total, (total,), trust_ratio.leaf_norm(leaf.weights, leaf.metadata)
 
     return leafwise.transform(SumState, init_leaf, step_leaf, learning_rate, rules, **options)
 
@@ -41,7 +41,7 @@ def test_schedules_get_the_number_of_completed_updates():
     for expected in (-1.0, -22.0, -63.0):  # 1 * 1, 11 * 2, 21 * 3
         updates, state = tx.update({"w": jnp.ones(2)}, state, params)
         np.testing.assert_array_equal(updates["w"], expected)
-    assert state.count == 3 and state.readings is None
+    assert state.count == 3 and state.diagnostics is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_step_sees_wide_dtypes_and_updates_are_narrow_again(dtype, inner):
         assert updates["w"].dtype.name == dtype
 
 
-def test_what_a_step_is_told_of_its_leaf():
+def test_input_of_a_step():
     seen = []
     tx = sums(
         0.5,
@@ -75,8 +75,8 @@ def test_what_a_step_is_told_of_its_leaf():
     state = tx.init(params)._replace(count=jnp.int32(6))
     tx.update(params, state, params)
     assert [leaf.index for leaf in seen] == [0, 1]
-    assert [leaf.facts.decay for leaf in seen] == [False, True]
-    assert [leaf.facts.layer_axes for leaf in seen] == [(), (0,)]
+    assert [leaf.metadata.decay for leaf in seen] == [False, True]
+    assert [leaf.metadata.layer_axes for leaf in seen] == [(), (0,)]
     assert [(int(leaf.completed), int(leaf.count)) for leaf in seen] == [(6, 7)] * 2
     assert all(leaf.rate == 0.5 for leaf in seen)
     assert [(leaf.path, leaf.axis_name) for leaf in seen] == [("a", None), ("b/kernel", ("x", "y"))]
@@ -99,36 +99,36 @@ def test_gradients_are_clipped_together_before_the_step():
     np.testing.assert_allclose(state.total["b"], 0.8, rtol=1e-6)
 
 
-def test_readings():
+def test_diagnostics():
     rules = [("stack", {"layer_axes": (0,)}), ("", {})]
     tx = sums(0.5, rules, collect=True)
     params = {"stack": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "w": jnp.array([6.0, 8.0])}
     grads = {"stack": jnp.array([[6.0, 8.0], [0.0, 0.0]]), "w": jnp.array([0.0, 4.0])}
     state = tx.init(params)
-    np.testing.assert_array_equal(state.readings.ratios["stack"], [1.0, 1.0])
-    np.testing.assert_array_equal(state.readings.update_norms["stack"], [0.0, 0.0])
-    assert state.readings.weight_norms["w"] == 0.0
+    np.testing.assert_array_equal(state.diagnostics.ratios["stack"], [1.0, 1.0])
+    np.testing.assert_array_equal(state.diagnostics.update_norms["stack"], [0.0, 0.0])
+    assert state.diagnostics.weight_norms["w"] == 0.0
 
     _, state = jax.jit(tx.update)(grads, state, params)
-    readings = state.readings
-    np.testing.assert_array_equal(readings.ratios["stack"], [5.0, 2.0])
-    assert readings.ratios["w"] == 10.0
-    np.testing.assert_allclose(readings.update_norms["stack"], [5.0, 0.0])
-    np.testing.assert_allclose(readings.update_norms["w"], 2.0)
-    np.testing.assert_allclose(readings.weight_norms["stack"], [5.0, 2.0])
-    np.testing.assert_allclose(readings.weight_norms["w"], 10.0)
-    assert {leaf.dtype for leaf in jax.tree.leaves(readings)} == {jnp.dtype("float32")}
+    diagnostics = state.diagnostics
+    np.testing.assert_array_equal(diagnostics.ratios["stack"], [5.0, 2.0])
+    assert diagnostics.ratios["w"] == 10.0
+    np.testing.assert_allclose(diagnostics.update_norms["stack"], [5.0, 0.0])
+    np.testing.assert_allclose(diagnostics.update_norms["w"], 2.0)
+    np.testing.assert_allclose(diagnostics.weight_norms["stack"], [5.0, 2.0])
+    np.testing.assert_allclose(diagnostics.weight_norms["w"], 10.0)
+    assert {leaf.dtype for leaf in jax.tree.leaves(diagnostics)} == {jnp.dtype("float32")}
 
     tx = leafwise.transform(  # without a ratio
         SumState,
-        lambda param, facts, axes: (leafwise.zeros_like(param),),
+        lambda param, metadata, axes: (leafwise.zeros_like(param),),
         lambda leaf, total: (-leaf.rate * leaf.grad, (total,), None),
         0.5,
         rules,
         collect=True,
     )
     _, state = tx.update(grads, tx.init(params), params)
-    np.testing.assert_array_equal(state.readings.ratios["stack"], [1.0, 1.0])
+    np.testing.assert_array_equal(state.diagnostics.ratios["stack"], [1.0, 1.0])
 
 
 @pytest.mark.parametrize("collect", [False, True])
@@ -145,26 +145,7 @@ def test_the_state_keeps_its_structure(collect):
 def test_a_tree_without_leaves():
     tx = sums(collect=True, clip_global_norm=1.0)
     updates, state = tx.update({}, tx.init({}), {})
-    assert updates == {} and state.count == 1 and state.readings.ratios == {}
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"learning_rate": -1.0}, "learning_rate must be at least 0, not -1.0"),
-        ({"rules": "some"}, "rules 'some' are unknown"),
-        ({"clip_global_norm": -2.0}, "clip_global_norm must be above 0, .* not -2.0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sums(**arguments)
-
-
-def test_params_are_required():
-    tx = sums()
-    with pytest.raises(ValueError, match="params is None"):
-        tx.update({}, tx.init({}))
+    assert updates == {} and state.count == 1 and state.diagnostics.ratios == {}
 
 
 @pytest.mark.parametrize("base", [0.0, 0.9, 0.999, 0.999999])
@@ -172,7 +153,7 @@ def test_one_minus_power_does_not_cancel(base):
     for count in (1, 2, 1000, 10**7):
         exact = -np.expm1(count * np.log(base or 1e-300))
         for given in (base, jnp.float32(base)):
-            # A float32 base is the nearest number to 0.999999, and that is another base.
+            # The float32 value nearest to 0.999999 is another base, with another exact result.
             exact_here = (
                 exact
                 if isinstance(given, float)

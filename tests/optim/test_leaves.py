@@ -1,4 +1,4 @@
-"""What optimizers do with each leaf, read from the shapes of their state."""
+"""Reports of how optimizers update each leaf, read from the shapes of their state."""
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +76,11 @@ def report(config, params=PARAMS, wrap=lambda tx: tx):
         ),
     ],
 )
-def test_what_leaves_get(config, updates, line):
-    found = report(config)
-    assert [found.update_of(leaf) for leaf in found.leaves] == updates
+def test_line_and_algorithms(config, updates, line):
+    actual = report(config)
+    assert [actual.update_of(leaf) for leaf in actual.leaves] == updates
     if line is not None:
-        assert found.line() == line
+        assert actual.line() == line
 
 
 def test_factors_and_masks_are_in_the_line():
@@ -92,14 +92,16 @@ def test_factors_and_masks_are_in_the_line():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bytes_are_those_of_the_state(name):
-    """Those of all arrays that grow with the parameters."""
-    found = report({"name": name})
+    """The bytes include all arrays that grow with the parameters."""
+    actual = report({"name": name})
     tx = make_optimizer({"name": name, "rules": "no_bias_no_norm"}, 0.1)
     state = jax.eval_shape(tx.init, PARAMS)
-    arrays = [x for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,)]  # Muon's numbers
+    arrays = [
+        x for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,)
+    ]  # without Muon's coefficients
     expected = sum(x.size * x.dtype.itemsize for x in arrays)
-    counted = sum(buffer.nbytes for leaf in found.leaves for buffer in leaf.buffers)
-    scalars = sum(not buffer.shape for leaf in found.leaves for buffer in leaf.buffers)
+    counted = sum(buffer.nbytes for leaf in actual.leaves for buffer in leaf.buffers)
+    scalars = sum(not buffer.shape for leaf in actual.leaves for buffer in leaf.buffers)
     assert counted == expected + 4 * scalars
 
 
@@ -122,14 +124,14 @@ def test_inside_other_transforms(wrap, names):
 
 def test_custom_optimizers_show_their_state():
     state = jax.eval_shape(optax.adabelief(0.1).init, PARAMS)
-    found = leaves.report("optax:adabelief", state, PARAMS, "all")
-    assert found.line() == (
+    actual = leaves.report("optax:adabelief", state, PARAMS, "all")
+    assert actual.line() == (
         f"optax:adabelief: all {SIZE:,} values; state: mu,nu bfloat16, mu,nu float32; "
         f"{8 * SIZE - 4 * 288:,} bytes"
     )
     bare = jnp.ones(4)
-    found = leaves.report("adam", jax.eval_shape(optax.adam(0.1).init, bare), bare, "all")
-    assert found.line() == "adam: all 4 values; state: mu,nu float32; 32 bytes"
+    actual = leaves.report("adam", jax.eval_shape(optax.adam(0.1).init, bare), bare, "all")
+    assert actual.line() == "adam: all 4 values; state: mu,nu float32; 32 bytes"
 
 
 def test_table_has_update_state_and_bytes():
@@ -150,16 +152,16 @@ def test_a_table_of_an_older_version_is_equal():
         leaves.difference(
             parameters.table(PARAMS, "all"), report({"name": "adamw", "rules": factors}).table()
         )
-        == "'conv/kernel' has rate factor 1 there and 0.25 here"
+        == "'conv/kernel' has rate factor 1 in the file and 0.25 in this run"
     )
 
 
 def test_an_older_table_of_muon_differs_where_its_matrices_do():
     old = parameters.table(PARAMS, "no_bias_no_norm")
     assert leaves.difference(old, report({"name": "muon"}).table()) == (
-        "'conv/kernel' has matrix axes - there and (0,1,2) x (3) here"
+        "'conv/kernel' has matrix axes - in the file and (0,1,2) x (3) in this run"
     )
-    # As the old docstring advised: the output does not adapt. Its run goes on.
+    # An older docstring recommended adapt=False for the output layer. A run with this rule must resume.
     params = {"dense": {"kernel": jnp.ones((4, 4))}, "output": {"kernel": jnp.ones((4, 2))}}
     rules = [("output", {"adapt": False}), ("", {})]
     now = report({"name": "muon", "rules": rules}, params).table()
@@ -167,22 +169,22 @@ def test_an_older_table_of_muon_differs_where_its_matrices_do():
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("changed", "actual"),
     [
         (
             lambda text: text.replace("yes", "no ", 1),
-            "'conv/kernel' has decay no there and yes here",
+            "'conv/kernel' has decay no in the file and yes in this run",
         ),
         (lambda text: text.replace("dense", "dance"), "'dance/kernel' is only in the file"),
         (lambda text: text + "?", "the last lines differ"),
-        (lambda text: "another", "it is no table of parameters"),
-        (lambda text: "", "it is no table of parameters"),
-        (lambda text: "path  shape  dtype\na\ntotal", "it is no table of parameters"),
+        (lambda text: "another", "the file is not a table of parameters"),
+        (lambda text: "", "the file is not a table of parameters"),
+        (lambda text: "path  shape  dtype\na\ntotal", "the file is not a table of parameters"),
     ],
 )
-def test_what_differs_is_named(changed, found):
+def test_the_first_difference_is_named(changed, actual):
     table = report({"name": "adamw"}).table()
-    assert leaves.difference(changed(table), table) == found
+    assert leaves.difference(changed(table), table) == actual
 
 
 def test_a_path_with_spaces():
@@ -191,5 +193,5 @@ def test_a_path_with_spaces():
     now = report({"name": "adam", "rules": "all"}, params).table()
     assert leaves.difference(old, now) is None
     assert leaves.difference(old.replace("(2)", "(9)"), now) == (
-        "'a  b' has shape (9) there and (2) here"
+        "'a  b' has shape (9) in the file and (2) in this run"
     )

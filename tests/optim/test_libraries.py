@@ -1,4 +1,4 @@
-"""Named rules find the biases and norms of small networks of each library."""
+"""Named rules match the biases and norms of small networks in each library."""
 
 import re
 
@@ -90,7 +90,7 @@ def nnx_net():
 
 
 def gpt2():
-    """The names in the code that was published with GPT-2, openai/gpt-2 src/model.py."""
+    """Returns parameters with the names in GPT-2's published code, openai/gpt-2 src/model.py."""
     matrix, vector = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (4,)))
     norm, conv = {"g": vector, "b": vector}, {"w": matrix, "b": vector}
     return {
@@ -109,7 +109,7 @@ def gpt2():
 
 
 NETS = {"equinox": equinox_net, "haiku": haiku_net, "nnx": nnx_net, "gpt2": gpt2}
-# Leaves that are matrices, filters or embeddings: all others here are biases and norms.
+# Leaves that are matrices, filters or embeddings; all others are biases and norms.
 MATRICES = {
     "equinox": (
         "conv/weight",
@@ -124,17 +124,17 @@ MATRICES = {
     "nnx": ("/kernel/value", "/embedding/value"),
     "gpt2": ("/w", "wpe", "wte"),
 }
-# Of the others, those of norms, by the names that modules have in these nets.
+# Names of the modules that are norms; their leaves are among the biases and norms.
 NORMS = ("norm", "bn", "gn", "rms", "ln_")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("library", NETS)
 @pytest.mark.parametrize("rules", parameters.RULES)
-def test_biases_and_norms_of_each_library_are_found(library, rules):
+def test_biases_and_norms_of_each_library_match(library, rules):
     params = NETS[library]()
     paths = parameters.leaf_paths(params)
-    facts = dict(zip(paths, jax.tree.leaves(parameters.resolve(params, rules)), strict=True))
+    metadata = dict(zip(paths, jax.tree.leaves(parameters.resolve(params, rules)), strict=True))
     others = {path for path in paths if not path.endswith(MATRICES[library])}
     norms = {
         path
@@ -151,18 +151,18 @@ def test_biases_and_norms_of_each_library_are_found(library, rules):
             if path.removesuffix("/value").rsplit("/")[-1] in ("bias", "bias_n", "b")
         },
     }.get(rules, others)
-    assert {path for path in paths if not facts[path].decay} == exempt
+    assert {path for path in paths if not metadata[path].decay} == exempt
 
 
 def test_a_norm_that_a_list_holds_has_no_name():
     net = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=KEY), eqx.nn.LayerNorm(4)])
     params = eqx.filter(net, eqx.is_inexact_array)
-    facts = parameters.resolve(params, "no_bias_no_norm")
-    paths = dict(zip(parameters.leaf_paths(params), jax.tree.leaves(facts), strict=True))
+    metadata = parameters.resolve(params, "no_bias_no_norm")
+    paths = dict(zip(parameters.leaf_paths(params), jax.tree.leaves(metadata), strict=True))
     assert paths["layers/1/weight"].decay and not paths["layers/1/bias"].decay
 
 
-# Two updates of one linear layer: each returns {'kernel': ..., 'bias': ...}.
+# Two updates of one linear layer; each function returns {'kernel': ..., 'bias': ...}.
 def linen_updates(tx, kernel):
     layer = linen.Dense(2)
     params = {"params": {"kernel": kernel, "bias": jnp.zeros(2)}}
@@ -215,10 +215,10 @@ def test_the_readme_example_in_each_library(updated):
     names = {}
     exec(compile(block, "README.md", "exec"), names)
     kernel = jnp.array([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.6]])
-    found, expected = updated(names["tx"], kernel), linen_updates(names["tx"], kernel)
+    actual, expected = updated(names["tx"], kernel), linen_updates(names["tx"], kernel)
     assert not np.allclose(expected["kernel"], kernel)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", ["bias$", "bias/value$", "^bias", "bias(/value)?$"])

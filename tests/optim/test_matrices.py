@@ -1,4 +1,4 @@
-"""Matrix axes by name, for the names of networks here and in other libraries."""
+"""Matrix axes by name, for networks of this package and of other libraries."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lamb_tpu.optim import make_optimizer, parameters
-from lamb_tpu.optim.parameters import ParameterFacts
+from lamb_tpu.optim.parameters import ParameterMetadata
 
 CONV, ROWS, TORCH = ((0, 1, 2), (3,)), ((0,), (1,)), ((1,), (0,))
 TORCH_CONV = ((1, 2, 3), (0,))
-# A path, the number of axes, and the rows and columns; None for a leaf that Adam gets.
+# A path, the number of axes, and the rows and columns; None for a leaf that Adam updates.
 LEAVES = [
     # networks of this package
     ("stem_conv/kernel", 4, CONV),
@@ -66,7 +66,7 @@ LEAVES = [
     ("vit/embeddings/position_embeddings", 3, None),
     ("decoder/logits_dense/kernel", 2, None),
     ("relpos_bias/rel_embedding", 2, None),
-    ("layers/mlp/kernel", 3, None),  # a stack, perhaps
+    ("layers/mlp/kernel", 3, None),  # possibly a stack
     # Haiku
     ("res_net/~/initial_conv/w", 4, CONV),
     ("res_net/~/logits/w", 2, None),
@@ -106,10 +106,10 @@ def test_axes_by_name(path, num_axes, expected):
     for key in reversed(path.split("/") if path else []):
         tree = {key: tree}
     for rules in ("all", "no_bias_no_norm_decay", [("", {})]):
-        (facts,) = jax.tree.leaves(parameters.resolve(tree, rules))
-        assert facts.matrix(num_axes) == expected
-    # APOLLO goes by the number of axes, as it did.
-    assert facts.matrix(num_axes, by_name=False) == (ROWS if num_axes == 2 else None)
+        (metadata,) = jax.tree.leaves(parameters.resolve(tree, rules))
+        assert metadata.matrix(num_axes) == expected
+    # APOLLO only uses the number of axes.
+    assert metadata.matrix(num_axes, by_name=False) == (ROWS if num_axes == 2 else None)
 
 
 def test_stacks_of_layers_are_matrices_each():
@@ -122,30 +122,30 @@ def test_stacks_of_layers_are_matrices_each():
             "bias": jnp.ones((3, 8)),
         }
     }
-    facts = parameters.resolve(params, [("", {"layer_axes": (0,)})])["layers"]
-    assert facts["query"]["kernel"].matrix(4) == ((1,), (2, 3))
-    assert facts["output"]["kernel"].matrix(4) == ((1, 2), (3,))
-    assert facts["dense"]["kernel"].matrix(3) == ((1,), (2,))
-    assert facts["conv"]["kernel"].matrix(5) == ((1, 2, 3), (4,))
-    assert facts["bias"].matrix(2) is None
+    metadata = parameters.resolve(params, [("", {"layer_axes": (0,)})])["layers"]
+    assert metadata["query"]["kernel"].matrix(4) == ((1,), (2, 3))
+    assert metadata["output"]["kernel"].matrix(4) == ((1, 2), (3,))
+    assert metadata["dense"]["kernel"].matrix(3) == ((1,), (2,))
+    assert metadata["conv"]["kernel"].matrix(5) == ((1, 2, 3), (4,))
+    assert metadata["bias"].matrix(2) is None
 
 
 def test_a_rule_goes_before_the_name():
     params = {"embedding": jnp.ones((4, 4)), "dense": {"kernel": jnp.ones((4, 4))}}
     rules = [("embedding", {"matrix_axes": ROWS}), ("", {"matrix_axes": ()})]
-    facts = parameters.resolve(params, rules)
-    assert facts["embedding"].matrix(2) == ROWS and facts["dense"]["kernel"].matrix(2) is None
-    assert facts["embedding"] == ParameterFacts(matrix_axes=ROWS)
+    metadata = parameters.resolve(params, rules)
+    assert metadata["embedding"].matrix(2) == ROWS and metadata["dense"]["kernel"].matrix(2) is None
+    assert metadata["embedding"] == ParameterMetadata(matrix_axes=ROWS)
 
 
 def test_names_do_not_show_in_the_table():
-    # It is compared on resume, so that of an older run must stay equal.
+    # A resumed run compares this table with the stored one, so it must not change.
     text = parameters.table({"conv": {"kernel": jnp.ones((3, 3, 4, 8))}}, "all")
     assert "matrix" not in text
 
 
 def test_a_name_is_no_field_of_a_rule():
-    with pytest.raises(ValueError, match="unknown fact 'axes_by_name'"):
+    with pytest.raises(ValueError, match="unknown field 'axes_by_name'"):
         parameters.check_rules([("", {"axes_by_name": ()})])
 
 
@@ -165,11 +165,11 @@ def test_muon_takes_hidden_layers_and_adam_takes_tables_and_outputs(rules):
     tx = make_optimizer({"name": "muon", "rules": rules}, 0.01)
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
 
-    def spread(update):  # the largest singular value by the smallest
+    def spread(update):  # the ratio of the largest to the smallest singular value
         values = np.linalg.svd(np.asarray(update).reshape(-1, update.shape[-1]), compute_uv=False)
         return values.max() / values.min()
 
     assert spread(updates["conv"]["kernel"]) < 2.0
     for update in (updates["embeddings"]["word"], updates["wpe"], updates["output"]["kernel"]):
-        # Adam's first step is as long for every value.
+        # Adam's first step has the same size for every value.
         np.testing.assert_allclose(np.abs(update), np.abs(update[0, 0]), rtol=1e-3)

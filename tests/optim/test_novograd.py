@@ -1,4 +1,4 @@
-"""Each choice of NovoGrad against a loop in NumPy, and what must hold of them all."""
+"""Each option of NovoGrad against a NumPy loop, and properties that all options share."""
 
 import functools
 
@@ -10,13 +10,7 @@ import pytest
 
 from lamb_tpu import optim
 from lamb_tpu.optim.presets import PRESETS, preset
-from tests.optim.runs import after, case, stacked_and_split
-
-RULES = [("bias", {"decay": False}), ("scale", {"adapt": False}), ("", {})]
-
-
-def rate(t):
-    return 0.1 / (t + 1)
+from tests.optim.runs import after, case, equals_a_loop, rate, stacked_and_split
 
 
 def reference(
@@ -38,7 +32,7 @@ def reference(
     eps_root=0.0,
     norm="l2",
 ):
-    """The weights of one layer after all updates."""
+    """Returns the weights of one layer after all updates."""
     m, v, largest, w = np.zeros_like(w), 0.0, 0.0, w.copy()
     for t, g in enumerate(grads):
         wd = (weight_decay(t) if callable(weight_decay) else weight_decay) if decays else 0.0
@@ -105,24 +99,8 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_against_a_loop(name):
-    arguments = CHOICES[name]
-    params, grads = case()
-    with jax.enable_x64(True), jax.debug_nans(True):
-        found, _ = after(optim.novograd(rate, rules=RULES, **arguments), params, grads)
-    for leaf, weights in params.items():
-        expected, plain = (
-            reference(
-                weights,
-                [grad[leaf] for grad in grads],
-                decays=leaf != "bias",
-                adapts=leaf != "scale",
-                **keywords,
-            )
-            for keywords in (arguments, {})
-        )
-        np.testing.assert_allclose(found[leaf], expected, rtol=1e-12, atol=1e-13, err_msg=leaf)
-        if leaf == "kernel" and name not in ("defaults", "paper"):
-            assert not np.allclose(expected, plain, rtol=1e-6), "the choice changes nothing"
+    changed = None if name in ("defaults", "paper") else "kernel"
+    equals_a_loop(optim.novograd, reference, CHOICES[name], changed, rtol=1e-12)
 
 
 def test_the_average_starts_with_the_first_gradient_that_is_not_zero():
@@ -133,7 +111,8 @@ def test_the_average_starts_with_the_first_gradient_that_is_not_zero():
         updates, state = tx.update({"late": jnp.array(grad)}, state, params)
         steps.append(np.linalg.norm(updates["late"]))
         assert state.nu["late"].shape == (1,)
-    # Started at the first update, the second step would be 0.1 / sqrt(0.02) = 0.71 long.
+    # With a start at the first update, the second step would have the length 0.1 / sqrt(0.02) =
+    # 0.71.
     np.testing.assert_allclose(steps, [0.0, 0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(state.nu["late"], [1.0], rtol=1e-6)
 
@@ -146,15 +125,15 @@ def test_zeros():
         updates, state = tx.update(grads, tx.init(params), params)
     np.testing.assert_allclose(updates["zero"], [-0.06, -0.08], rtol=1e-6)
     np.testing.assert_allclose(updates["still"], -0.05 * params["still"], rtol=1e-6)
-    assert state.readings.ratios == {"zero": 2.0, "still": 1.0}
+    assert state.diagnostics.ratios == {"zero": 2.0, "still": 1.0}
 
 
 def test_leaves_that_do_not_adapt_take_momentum_sgd():
     params, grads = case()
     tx = optim.novograd(0.1, rules=[("", {"adapt": False})])
-    found, state = after(tx, params, grads)
+    actual, state = after(tx, params, grads)
     expected, _ = after(optax.sgd(0.1, momentum=0.95), params, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected)
     assert jax.tree.leaves(state.nu) == []
 
 
@@ -178,14 +157,16 @@ def test_clipping_comes_first():
     norms = [np.sqrt(sum((g**2).sum() for g in grad.values())) for grad in grads]
     limit = float(np.mean(norms))
     with jax.enable_x64(True):
-        found, _ = after(optim.novograd(rate, clip_global_norm=limit), params, grads)
+        actual, _ = after(optim.novograd(rate, clip_global_norm=limit), params, grads)
     for leaf, weights in params.items():
         clipped = [g[leaf] * min(1, limit / n) for g, n in zip(grads, norms, strict=True)]
-        np.testing.assert_allclose(found[leaf], reference(weights, clipped), rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(
+            actual[leaf], reference(weights, clipped), rtol=1e-12, atol=1e-13
+        )
 
 
 def test_bfloat16_parameters_keep_float32_state():
-    # In bfloat16 a second moment of 1000 would not move by 0.02 * 100.
+    # In bfloat16 a second moment of 1000 would not change if 0.02 * 100 is added.
     params = {"w": jnp.ones(1000, jnp.bfloat16)}
     grads = [{"w": jnp.ones(1000, jnp.bfloat16)}, {"w": jnp.full(1000, 0.949, jnp.bfloat16)}]
     _, state = after(optim.novograd(0.1), params, grads)
@@ -198,44 +179,24 @@ def test_dtypes_asked_for():
     params, grads = case()
     tx = optim.novograd(0.1, mu_dtype="bfloat16", nu_dtype="float32")
     with jax.enable_x64(True):
-        found, state = after(tx, params, grads)
+        actual, state = after(tx, params, grads)
         expected, _ = after(optim.novograd(0.1), params, grads)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.mu)} == {jnp.dtype("bfloat16")}
     assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), found, expected)
-
-
-def test_an_axis_that_is_not_bound_is_an_error():
-    params = {"w": jnp.ones(2)}
-    tx = optim.novograd(0.1, axis_name="data")
-    with pytest.raises(ValueError, match="axis_name 'data' is not bound"):
-        tx.update(params, tx.init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), actual, expected)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
-        ({"b2": -0.1}, "b2 .* not -0.1"),
-        ({"eps": -1e-8}, "eps .* not -1e-08"),
-        ({"eps_root": -1.0}, "eps_root .* not -1.0"),
-        ({"weight_decay": -0.1}, "weight_decay .* not -0.1"),
-        ({"learning_rate": -0.1}, "learning_rate .* not -0.1"),
-        (
-            {"grad_averaging": True},
-            "grad_averaging must be one of none, all, after_first, not True",
-        ),
-        ({"normalise": "both"}, "normalise must be one of gradient, momentum, not 'both'"),
-        ({"decay": "gradient"}, "decay must be one of momentum, decoupled, not 'gradient'"),
-        ({"norm": "l1"}, "norm must be one of l2, linf, not 'l1'"),
-        ({"amsgrad": "yes"}, "amsgrad must be True or False, not 'yes'"),
+        ({"grad_averaging": True}, "grad_averaging=True must be one of none, all, after_first"),
+        ({"normalise": "both"}, "normalise='both' must be one of gradient, momentum"),
+        ({"decay": "gradient"}, "decay='gradient' must be one of momentum, decoupled"),
+        ({"norm": "l1"}, "norm='l1' must be one of l2, linf"),
         (
             {"normalise": "momentum"},
-            "normalise 'momentum' needs decay 'decoupled'.* not 'momentum'",
+            "decay='momentum' must be 'decoupled' with normalise='momentum'",
         ),
-        ({"mu_dtype": "int8"}, "mu_dtype must be .* not 'int8'"),
-        ({"nu_dtype": "int8"}, "nu_dtype must be .* not 'int8'"),
-        ({"rules": "none"}, "rules 'none' are unknown"),
     ],
 )
 def test_bad_arguments(arguments, message):

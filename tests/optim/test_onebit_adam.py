@@ -24,13 +24,14 @@ def test_three_updates_by_hand():
 
 @pytest.mark.parametrize("mask_unseen", [True, False])
 def test_elements_without_a_gradient_before(mask_unseen):
-    """Without the mask and the floor they are divided by eps."""
+    """Without a mask or a floor, the momentum of elements without gradient is divided by eps."""
     tx = optim.onebit_adam(0.1, freeze_step=1, mask_unseen=mask_unseen, relative_floor=0.0)
     state = tx.init(PARAMS)
     _, state = tx.update({"w": jnp.array([1.0, 1.0, 0.0])}, state, PARAMS)
 
-    def sent(tree):  # as the exchange gives it: signs
+    def sent(tree):  # signs, as after the exchange
         return {"w": jnp.array([1.0, -1.0, 1.0])}
 
-    updates, _ = tx.update(PARAMS, state, PARAMS, stage=tx.stage(1), reduce=sent)
+    message, apply = tx.message(PARAMS, state, PARAMS, stage=tx.stage(1))
+    updates, _ = apply(sent(message))
     assert updates["w"][2] == 0.0 if mask_unseen else updates["w"][2] < -1e6

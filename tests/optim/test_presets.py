@@ -1,7 +1,6 @@
-"""The presets: each is accepted by its optimizer, and the first steps of LAMB's are as published.
+"""Each preset is accepted by its optimizer, and LAMB's first steps are as published.
 
-That the presets repeat the implementations themselves is shown in test_golden: every mapping there
-starts from a preset.
+test_golden shows that the presets reproduce the implementations: its mappings start from presets.
 """
 
 import inspect
@@ -18,8 +17,8 @@ from tests.optim import golden_lamb
 
 ALL = [(optimizer, name) for optimizer, table in PRESETS.items() for name in table]
 
-# First update at the learning rate 0.1, eps and weight decay 0 and a gradient of ones in four
-# elements: from weights of 0, where the ratio is 1, and from weights whose norm is 20.
+# First update with learning rate 0.1, eps and weight decay 0 and a gradient of ones in four
+# elements: from weights of 0, where the ratio is 1, and from weights of norm 20.
 ROOT = math.sqrt(0.001)
 FIRST_UPDATES = {
     "paper": (0.1, 1.0),
@@ -27,7 +26,7 @@ FIRST_UPDATES = {
     "tfa": (0.1, 1.0),
     "nvlamb": (0.1, 1.0),
     "apex": (0.1, 1.0),
-    # The ratio 20 / (0.2 / ROOT) is 3.2, within bounds, and the step is corrected after it.
+    # The ratio 20 / (0.2 / ROOT) is 3.2, within bounds, and the step is corrected afterwards.
     "deepspeed": (0.1, ROOT / 0.1),
     "timm": (0.1, 1.0),
     "transformer_xl": (0.1 * 0.1 / ROOT, 0.5),  # the norm counts as 10
@@ -101,8 +100,8 @@ def test_a_preset_is_a_copy():
 @pytest.mark.parametrize(
     "optimizer, name, message",
     [
-        ("lamb", "torch", "the preset name 'torch' is unknown; lamb has: paper, author, tfa, "),
-        ("adam", "paper", "'adam' has no presets; known: .*lamb, lars"),
+        ("lamb", "torch", "preset name='torch' is unknown; lamb has: paper, author, tfa, "),
+        ("adam", "paper", "'adam' has no presets, only .*lamb, lars"),
     ],
 )
 def test_unknown_presets(optimizer, name, message):

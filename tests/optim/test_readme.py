@@ -1,4 +1,4 @@
-"""The page on implementations: its snippets run, and its calls are calls."""
+"""The snippets of the README run, and the calls in its tables are valid."""
 
 import json
 import pathlib
@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 
 from lamb_tpu import optim
-from tests import own_pages
+from tests import package_pages
 from tests.shared import ROOT
 
 PAGE = (ROOT / "lamb_tpu" / "optim" / "README.md").read_text()
-# But for a module of a user's own, which the last test has.
+CHAINS, TABLES = (
+    (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+    for name in ("optimizers", "implementations")
+)
+# Snippets, except for the custom module, which the last test runs.
 BLOCKS = re.findall(r"```python\n(?!# my_)(.*?)```", PAGE, re.DOTALL)
-# Calls in the tables with nothing left out, such as lamb(rate, weight_decay=0.0).
-CALLS = sorted(set(re.findall(r"`((?:lamb|optim\.\w+)\(rate(?:, \w+=[\d.e-]+)*\))`", PAGE)))
+# Complete calls in the tables, such as lamb(rate, weight_decay=0.0).
+CALLS = sorted(
+    set(re.findall(r"`((?:lamb|optim\.\w+)\(rate(?:, \w+=[\d.e-]+)*\))`", PAGE + TABLES))
+)
 PARAMS = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
 
 
@@ -39,7 +45,7 @@ def test_calls_run(call):
 
 
 def test_the_chain_on_the_page_is_lamb():
-    (block,) = (block for block in BLOCKS if "with_trust_ratio" in block)
+    (block,) = re.findall(r"## Custom chains.*?```python\n(.*?)```", CHAINS, re.DOTALL)
     names = {}
     exec(compile(block, "README.md", "exec"), names)
     lamb = optim.lamb(names["rate"], nesterov="first", rules=names["rules"])
@@ -47,11 +53,11 @@ def test_the_chain_on_the_page_is_lamb():
     for tx in (names["lion"], names["rmsprop"]):
         assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates(tx)))
     state, other = names["lamb"].init(params), lamb.init(params)
-    for _ in range(3):  # at the first the rate is 0
-        found, state = names["lamb"].update(params, state, params)
+    for _ in range(3):  # the first rate is 0
+        actual, state = names["lamb"].update(params, state, params)
         expected, other = lamb.update(params, other, params)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert jnp.abs(found["kernel"]).max() > 0
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert jnp.abs(actual["kernel"]).max() > 0
 
 
 def test_there_are_snippets_and_calls():
@@ -64,23 +70,23 @@ def test_every_name_of_an_optimizer_stands_on_the_page():
 
 
 def test_fairseq_without_a_weight_decay_is_adam():
-    """The page's claim: apex's LAMB for leaves that do not adapt, a clip and no ratio."""
+    """As the README says, apex's LAMB without adapted leaves is Adam with clipping."""
     tx = optim.lamb(
         0.1,
         **optim.preset("lamb", "apex") | {"eps": 1e-8, "weight_decay": 0.0},
         rules=[("", {"adapt": False})],
     )
     adam = optim.make_optimizer({"name": "adam", "clip_global_norm": 1.0}, 0.1)
-    for found, expected in zip(
+    for actual, expected in zip(
         jax.tree.leaves(updates(tx)), jax.tree.leaves(updates(adam)), strict=True
     ):
-        assert jnp.allclose(found, expected, rtol=2e-5)  # rounding of 1 - b2 ** t
+        assert jnp.allclose(actual, expected, rtol=2e-5)  # 1 - b2 ** t is rounded
 
 
 @pytest.mark.long
-def test_optimizer_of_a_users_own(tmp_path: pathlib.Path) -> None:
-    """From a folder outside, by a function of one's own and by one of Optax's."""
-    lines = own_pages.run_page("optim", tmp_path)
+def test_custom_optimizer(tmp_path: pathlib.Path) -> None:
+    """Trains with a custom optimizer from another folder, and with an optimizer of Optax."""
+    lines = package_pages.run_page("optim", tmp_path)
     assert len(lines) == 2
     for name, decays in (("sign", ["yes", "yes"]), ("adabelief", ["no", "no"])):
         workdir = tmp_path / "runs" / name
@@ -88,7 +94,7 @@ def test_optimizer_of_a_users_own(tmp_path: pathlib.Path) -> None:
             json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()
         ]
         (last,) = [record for record in records if record["kind"] == "eval"]
-        assert last["accuracy"] > 0.5  # a guess has 0.1
+        assert last["accuracy"] > 0.5  # chance is 0.1
         rows = (workdir / "parameters.txt").read_text().splitlines()
         (kernel,) = [row.split() for row in rows if row.startswith("hidden0/kernel")]
-        assert kernel[4:6] == decays  # Optax's takes no rules
+        assert kernel[4:6] == decays  # Optax's optimizer takes no rules

@@ -1,4 +1,4 @@
-"""Stochastic rounding: exact where it can be, right on average elsewhere, the same everywhere."""
+"""Stochastic rounding: exact if possible, else exact in the mean, and the same for all shardings."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lamb_tpu import optim
 from lamb_tpu.optim.rounding import round_to_bfloat16, stochastic_rounding
 
+pytestmark = pytest.mark.optimized
+
 BF16 = ml_dtypes.bfloat16
-# What a test wants to add to the weights is what the inner transform gives.
+# The inner transform returns the update that a test wants to add.
 GIVEN = optax.identity()
 
 
 def _add(params, update, seed=0, steps=1):
-    """The weights after `steps` times the same update."""
+    """Returns the weights after `steps` identical updates."""
     tx = stochastic_rounding(GIVEN, seed)
 
     @jax.jit
@@ -32,7 +34,7 @@ def _add(params, update, seed=0, steps=1):
 
 
 def _pairs(num):
-    """Weights and updates over many exponents; a third of the sums cancels nearly or fully."""
+    """Returns weights and updates with many exponents; a third of the sums cancel almost or fully."""
     rng = np.random.default_rng(0)
 
     def draw():
@@ -51,30 +53,30 @@ def _pairs(num):
 
 def test_applying_gives_exactly_a_neighbour_of_the_sum():
     weights, update = _pairs(300_000)
-    found = np.asarray(_add(jnp.asarray(weights), jnp.asarray(update)))
-    assert found.dtype == BF16
+    actual = np.asarray(_add(jnp.asarray(weights), jnp.asarray(update)))
+    assert actual.dtype == BF16
     exact = weights.astype(np.float32) + update
     lower = (exact.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # towards 0
     upper = ((exact.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
-    found = found.astype(np.float32)
+    actual = actual.astype(np.float32)
     representable = lower == exact
     assert 0.05 < representable.mean() < 0.95
-    np.testing.assert_array_equal(found[representable], exact[representable])
-    assert np.all((found == lower) | (found == upper))
-    assert 0.1 < np.mean((found == upper)[~representable]) < 0.9
+    np.testing.assert_array_equal(actual[representable], exact[representable])
+    assert np.all((actual == lower) | (actual == upper))
+    assert 0.1 < np.mean((actual == upper)[~representable]) < 0.9
 
-    # And it is the very value that was drawn, so that nothing is lost by returning a difference.
+    # The new weight equals the rounded value, so the transform may return a difference.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), 0)
     drawn = round_to_bfloat16(key, jnp.asarray(exact))
-    np.testing.assert_array_equal(found, np.asarray(drawn))
+    np.testing.assert_array_equal(actual, np.asarray(drawn))
 
 
 def test_without_an_update_the_weight_stays():
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
-    normal = np.abs(every.astype(np.float32)) >= np.finfo(np.float32).tiny  # and infinities
+    normal = np.abs(every.astype(np.float32)) >= np.finfo(np.float32).tiny  # including infinities
     weights = np.concatenate([every[normal], np.zeros(1, BF16)])
-    found = _add(jnp.asarray(weights), jnp.zeros(weights.shape, jnp.float32), steps=3)
-    np.testing.assert_array_equal(np.asarray(found).view(np.uint16), weights.view(np.uint16))
+    actual = _add(jnp.asarray(weights), jnp.zeros(weights.shape, jnp.float32), steps=3)
+    np.testing.assert_array_equal(np.asarray(actual).view(np.uint16), weights.view(np.uint16))
 
 
 def test_infinities_nan_and_underflow():
@@ -83,13 +85,13 @@ def test_infinities_nan_and_underflow():
     update = np.array(
         [1, 1, np.inf, -np.inf, 1, -np.inf, np.nan, big, -1.25 * tiny, -tiny], np.float32
     )
-    found = np.asarray(_add(jnp.asarray(weights), jnp.asarray(update))).astype(np.float32)
+    actual = np.asarray(_add(jnp.asarray(weights), jnp.asarray(update))).astype(np.float32)
     np.testing.assert_array_equal(
-        found[:8], [np.inf, -np.inf, np.inf, -np.inf, np.nan, np.nan, np.nan, np.inf]
+        actual[:8], [np.inf, -np.inf, np.inf, -np.inf, np.nan, np.nan, np.nan, np.inf]
     )
-    assert 0 <= found[8] <= tiny / 2  # what lies below the smallest normal number may become 0
-    assert found[9] == 0
-    full = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)  # NaN to the last bit
+    assert 0 <= actual[8] <= tiny / 2  # values below the smallest normal number may become 0
+    assert actual[9] == 0
+    full = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)  # NaN with all bits set
     assert np.all(np.isnan(round_to_bfloat16(jax.random.key(0), jnp.asarray(full))))
 
 
@@ -99,13 +101,13 @@ def test_infinities_nan_and_underflow():
 def test_the_mean_is_exact(weight, update):
     num = 200_000
     params = jnp.full(num, weight, jnp.bfloat16)
-    found = np.asarray(_add(params, jnp.full(num, update, jnp.float32), seed=3)).astype(np.float64)
+    actual = np.asarray(_add(params, jnp.full(num, update, jnp.float32), seed=3)).astype(np.float64)
     expected = np.float64(np.float32(BF16(weight)) + np.float32(update))
-    values = np.unique(found)
+    values = np.unique(actual)
     assert len(values) == 2 and values[0] < expected < values[1]
     part = (expected - values[0]) / (values[1] - values[0])
     sigma = np.sqrt(part * (1 - part) / num) * (values[1] - values[0])
-    assert abs(found.mean() - expected) < 4 * sigma
+    assert abs(actual.mean() - expected) < 4 * sigma
 
 
 def test_the_mean_over_seeds_is_exact():
@@ -120,8 +122,8 @@ def test_the_mean_over_seeds_is_exact():
 
 
 def test_seeds_differ():
-    found = [_add(jnp.ones(1000, jnp.bfloat16), jnp.full(1000, 1 / 256), seed) for seed in (0, 1)]
-    assert 400 < np.sum(np.asarray(found[0]) == np.asarray(found[1])) < 600
+    actual = [_add(jnp.ones(1000, jnp.bfloat16), jnp.full(1000, 1 / 256), seed) for seed in (0, 1)]
+    assert 400 < np.sum(np.asarray(actual[0]) == np.asarray(actual[1])) < 600
 
 
 def test_small_updates_add_up_where_rounding_to_nearest_loses_them():
@@ -131,15 +133,17 @@ def test_small_updates_add_up_where_rounding_to_nearest_loses_them():
     for _ in range(steps):
         nearest = optax.apply_updates(nearest, update)
     np.testing.assert_array_equal(nearest, params)
-    found = np.asarray(_add(params, update, steps=steps)).astype(np.float64)
-    # A step has at most the variance (1/2)^2 / 128^2, and they are independent.
-    assert abs(found.mean() - 1.2) < 4 * np.sqrt(steps / num) / 256
-    assert 0.01 < found.std() < np.sqrt(steps) / 256
+    actual = np.asarray(_add(params, update, steps=steps)).astype(np.float64)
+    # A step has a variance of at most (1/2)^2 / 128^2, and steps are independent.
+    assert abs(actual.mean() - 1.2) < 4 * np.sqrt(steps / num) / 256
+    assert 0.01 < actual.std() < np.sqrt(steps) / 256
 
 
-def test_leaves_and_updates_have_bits_of_their_own():
+def test_leaves_and_updates_draw_different_bits():
     params = {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16)}
-    update = jax.tree.map(lambda p: jnp.full(p.shape, 1 / 256), params)  # a coin for each
+    update = jax.tree.map(
+        lambda p: jnp.full(p.shape, 1 / 256), params
+    )  # rounds up or down with equal probability
     tx = stochastic_rounding(GIVEN)
     first, state = tx.update(update, tx.init(params), params)
     second, state = tx.update(update, state, params)
@@ -193,13 +197,13 @@ def test_follows_the_float32_weights(wrap):
     params, grads = _tree()
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, grads))
     expected, _ = _train(optim.lamb(0.01), *wide)
-    found, updates = _train(wrap(stochastic_rounding(optim.lamb(0.01))), params, grads)
+    actual, updates = _train(wrap(stochastic_rounding(optim.lamb(0.01))), params, grads)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {"float32"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"bfloat16"}
-    # Each of four updates is off by less than a digit: 2^-7 of the weight.
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(actual)} == {"bfloat16"}
+    # Each of four updates has an error below one unit in the last place, 2^-7 of the weight.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(np.float32(a), b, rtol=4 * 2**-7, atol=1e-3),
-        found,
+        actual,
         expected,
     )
 
@@ -239,7 +243,7 @@ def test_extra_arguments_reach_the_inner_transform():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_weights_round_as_whole_ones(axis_type):
+def test_sharded_weights_round_like_full_ones(axis_type):
     params, grads = _tree()
     expected, _ = _train(stochastic_rounding(optax.sgd(1e-3)), params, grads)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
@@ -253,12 +257,12 @@ def test_sharded_weights_round_as_whole_ones(axis_type):
             }
             return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs)
 
-        # The first call finds the count on one device, the others on all.
-        found, _ = _train(
+        # The count is on one device in the first call, and on all devices afterwards.
+        actual, _ = _train(
             stochastic_rounding(optax.sgd(1e-3)), place(params), place(grads), compilations=2
         )
-        assert found["kernel"].sharding.spec[0] == "x"
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert actual["kernel"].sharding.spec[0] == "x"
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.long
@@ -294,7 +298,7 @@ def test_replicas_round_alike():
 
 
 @pytest.mark.long
-def test_shards_round_on_their_own_and_whole_leaves_alike():
+def test_shards_round_differently_and_replicas_alike():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     axes = {"both": ("x", "y"), "rows": "x", "whole": None}
     specs = {
@@ -302,7 +306,7 @@ def test_shards_round_on_their_own_and_whole_leaves_alike():
         "rows": PartitionSpec("x"),
         "whole": PartitionSpec(),
     }
-    # Every row is the same, so that only random bits tell shards apart.
+    # All rows are equal, so shards only differ by their random bits.
     params = {
         "both": jnp.ones((8, 256), jnp.bfloat16),
         "rows": jnp.ones((4, 256), jnp.bfloat16),
@@ -314,8 +318,8 @@ def test_shards_round_on_their_own_and_whole_leaves_alike():
         tx = stochastic_rounding(optax.sgd(1.0), axis_name=axis_name)
         return tx.update(grads, tx.init(params), params)[0]
 
-    every = PartitionSpec(("x", "y"))  # what each of the devices has
-    found = jax.jit(
+    every = PartitionSpec(("x", "y"))  # the values of each device
+    actual = jax.jit(
         jax.shard_map(
             lambda p, g: update(p, g, axes.get),
             mesh=mesh,
@@ -324,18 +328,18 @@ def test_shards_round_on_their_own_and_whole_leaves_alike():
             check_vma=False,
         )
     )(params, grads)
-    assert {len(np.unique(found[name], axis=0)) for name in found} == {8, 4, 1}
-    np.testing.assert_array_equal(found["rows"][::2], found["rows"][1::2])  # replicas along y
-    np.testing.assert_array_equal(found["whole"][:1], update(params, grads)["whole"])
-    for leaf in found.values():  # two digits of 1 to choose from, and the mean is right
+    assert {len(np.unique(actual[name], axis=0)) for name in actual} == {8, 4, 1}
+    np.testing.assert_array_equal(actual["rows"][::2], actual["rows"][1::2])  # replicas along y
+    np.testing.assert_array_equal(actual["whole"][:1], update(params, grads)["whole"])
+    for leaf in actual.values():  # two neighbours of 1, and the correct mean
         assert set(np.unique(leaf)) == {0.0, 2**-7}
         assert abs(np.mean(leaf) - 1e-3) < 5 * 2**-7 * np.sqrt(0.128 * 0.872 / 256)
-    with pytest.raises(ValueError, match="axis_name 'x' is not bound here"):
+    with pytest.raises(ValueError, match="axis_name='x' is not bound here"):
         update(params, grads, "x")
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="seed must be a whole number of at least 0, not -1"):
+    with pytest.raises(ValueError, match="seed=-1 must be a whole number of at least 0"):
         stochastic_rounding(GIVEN, -1)
     with pytest.raises(ValueError, match="'dense/kernel' is float16"):
         stochastic_rounding(GIVEN).init({"dense": {"kernel": jnp.ones(2, jnp.float16)}})

@@ -1,4 +1,4 @@
-"""States that live where their parameters live, and updates that do not depend on where.
+"""States have the sharding of their parameters, and updates do not depend on sharding.
 
 Every transform takes five steps on one device, and the same steps under `jit` with shardings,
 inside `shard_map`, inside `pmap` and on an Explicit mesh.
@@ -17,6 +17,7 @@ from lamb_tpu import optim
 from lamb_tpu.optim.sharding import state_sharding
 from tests.marks import some
 from tests.optim.catalogue import PLAIN, SPLITTING, takes
+from tests.optim.runs import assert_close, assert_shardings, step_of
 
 P = PartitionSpec
 RATE = optim.warmup(0.1, 10, 2)
@@ -24,7 +25,7 @@ RULES = [("^layers/", {"layer_axes": (0,)}), ("", {})]
 SHAPES = {
     "dense": {"kernel": (128, 64), "bias": (64,)},
     "layers": {"kernel": (4, 16, 8)},
-    "narrow": (256, 16),  # two columns a device, fewer than any window of a sum
+    "narrow": (256, 16),  # two columns per device, fewer than any window of a sum
     "temperature": (),
 }
 SPECS = {
@@ -33,7 +34,7 @@ SPECS = {
     "narrow": P(None, ("data", "model")),
     "temperature": P(),
 }
-# Inside shard_map every leaf is split over the axis of the norms, and none along stacked layers.
+# Inside shard_map every leaf is split over `axis_name`, but not along stacked layers.
 SPLIT_SHAPES = {"dense": {"kernel": (16, 8), "bias": (8,)}, "layers": {"kernel": (4, 16, 8)}}
 SPLIT_SPECS = {
     "dense": {"kernel": P(None, "data"), "bias": P("data")},
@@ -53,16 +54,8 @@ def draw(shapes, seed):
 def build(name, **arguments):
     if takes(name, "collect"):
         arguments["collect"] = True
-    rules = "all" if name == "adafactor" else RULES  # it takes no stacks
+    rules = "all" if name == "adafactor" else RULES  # adafactor rejects stacks
     return PLAIN[name](RATE, rules=rules, **arguments)
-
-
-def step_of(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 def train(step, params, state, shapes, steps=5, place=lambda grads: grads):
@@ -76,16 +69,6 @@ def unsharded(name, split=False):
     shapes = SPLIT_SHAPES if split else SHAPES
     tx, params = build(name), draw(shapes, 0)
     return train(jax.jit(step_of(tx)), params, tx.init(params), shapes)
-
-
-def assert_close(found, expected, rtol=1e-5):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))
-        ),
-        found,
-        expected,
-    )
 
 
 def mesh_of(kind, shape=(4, 2), names=("data", "model")):
@@ -106,13 +89,8 @@ def test_under_jit(name):
     step = jax.jit(step_of(tx), out_shardings=(shardings, state_shardings))
     params, state = train(step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings))
     assert step._cache_size() == 1
-    for tree, expected in ((params, shardings), (state, state_shardings)):
-        jax.tree.map(lambda x, s: _equivalent(x, s), tree, expected)
+    assert_shardings((params, state), (shardings, state_shardings))
     assert_close((params, state), unsharded(name))
-
-
-def _equivalent(array, sharding):
-    assert array.sharding.is_equivalent_to(sharding, array.ndim), (array.sharding, sharding)
 
 
 @pytest.mark.long
@@ -129,7 +107,7 @@ def test_inside_shard_map(name):
                 mesh=mesh,
                 in_specs=(*specs, SPLIT_SPECS),
                 out_specs=specs,
-                # Without the axis each shard has norms of its own, which are then not replicated.
+                # Without axis_name each shard has a local norm, so norms are not replicated.
                 check_vma=axis_name is not None,
             )
         )
@@ -144,7 +122,7 @@ def test_inside_shard_map(name):
 @pytest.mark.parametrize("name", SPLITTING)
 def test_an_axis_that_is_not_bound(name):
     tx, params = build(name, axis_name="nowhere"), draw(SHAPES, 0)
-    with pytest.raises(ValueError, match="axis_name 'nowhere' is not bound here"):
+    with pytest.raises(ValueError, match="axis_name='nowhere' is not bound here"):
         jax.jit(tx.update)(params, tx.init(params), params)
 
 
@@ -155,18 +133,18 @@ def test_inside_pmap_with_averaged_gradients(name):
     def step(params, state, grads):
         return step_of(tx)(params, state, jax.lax.pmean(grads, "data"))
 
-    def spread(grads):  # eight gradients whose mean is the given one
+    def spread(grads):  # eight gradients with the given mean
         offsets = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
         return jax.tree.map(
             lambda g: g + offsets.reshape(-1, *(1,) * g.ndim) * jnp.ones_like(g), grads
         )
 
     step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
-    found = train(step, params, tx.init(params), SHAPES, place=spread)
-    assert_close(found, unsharded(name), rtol=1e-5)
+    actual = train(step, params, tx.init(params), SHAPES, place=spread)
+    assert_close(actual, unsharded(name), rtol=1e-5)
 
 
-# Optax's Muon multiplies what is split, and says so.
+# Muon is left out, because it needs full matrices on an Explicit mesh.
 @pytest.mark.parametrize("name", some(name for name in PLAIN if name != "muon"))
 def test_on_an_explicit_mesh(name):
     mesh = mesh_of(AxisType.Explicit)
@@ -176,7 +154,7 @@ def test_on_an_explicit_mesh(name):
         state = tx.init(params)
         types = jax.tree.map(jax.typeof, state)
         assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == types
-        jax.tree.map(lambda x, s: _equivalent(x, s), state, state_sharding(tx, params, shardings))
+        assert_shardings(state, state_sharding(tx, params, shardings))
         step = jax.jit(step_of(tx))
         params, state = train(
             step, params, state, SHAPES, place=lambda g: jax.device_put(g, shardings)
@@ -187,7 +165,7 @@ def test_on_an_explicit_mesh(name):
 
 
 def test_an_explicit_mesh_of_more_devices_than_are_here():
-    # As when a step is compiled for a pod: 64 columns over 64 devices.
+    # Like a step compiled for a pod: 64 columns over 64 devices.
     mesh = AbstractMesh((64,), ("data",), axis_types=(AxisType.Explicit,))
     split = NamedSharding(mesh, P(None, "data"))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -199,7 +177,7 @@ def test_an_explicit_mesh_of_more_devices_than_are_here():
 
 @pytest.mark.parametrize("name", some(SPLITTING))
 def test_stacked_layers_equal_the_unrolled_model(name):
-    # Ratios of norms are 1, 10, 100 and 1000 from layer to layer.
+    # The ratios of the four layers are proportional to 1, 10, 100 and 1000.
     shapes = {"kernel": (4, 16, 8), "bias": (4, 8)}
 
     def scaled(seed):
@@ -255,7 +233,7 @@ def test_masked_and_partitioned_states():
     assert inner["b"].inner_state[0].trace["dense"]["bias"] == P()
 
 
-def test_factored_moments_are_replicated_and_reduced_ones_keep_what_they_share():
+def test_factored_moments_are_replicated_and_reduced_ones_keep_common_axes():
     shapes, specs = {"w": struct(256, 512)}, {"w": P("data", "model")}
     factored = state_sharding(optax.scale_by_factored_rms(), shapes, specs)
     assert set(jax.tree.leaves(factored)) == {P()}
@@ -278,24 +256,24 @@ def test_factored_moments_are_replicated_and_reduced_ones_keep_what_they_share()
 
 
 def test_the_longest_path_decides():
-    # The state's 'dense/kernel' also ends in 'kernel', which is another parameter.
+    # The state's 'dense/kernel' also ends in 'kernel', the path of another parameter.
     state = state_sharding(optax.trace(0.9), PARAMS, PARAMS_SPECS)
     assert state.trace == PARAMS_SPECS
 
 
 def test_keys_are_compared_as_keys():
-    # The attribute 'count' is not the entry 'count' of a dict, nor index 0 the entry 0 of one.
+    # The attribute 'count' differs from the dict key 'count', and index 0 from the dict key 0.
     state = (jnp.zeros(8), optax.ScaleByScheduleState(jnp.zeros(8)))
-    for name, found in (("count", {"count": P("data")}), (0, {0: P("data")})):
+    for name, actual in (("count", {"count": P("data")}), (0, {0: P("data")})):
         tx = optax.GradientTransformation(lambda p: (*state, p), lambda g, s, p=None: (g, s))
         assert state_sharding(tx, {name: struct(8)}, P("data")) == (
             P(),
             optax.ScaleByScheduleState(P()),
-            found,
+            actual,
         )
 
 
-def test_named_shardings_of_one_mesh_keep_it_and_the_kind_of_memory():
+def test_named_shardings_preserve_the_mesh_and_memory_kind():
     mesh = mesh_of(AxisType.Auto)
     sharding = NamedSharding(mesh, P("data"), memory_kind="unpinned_host")
     state = state_sharding(optax.adam(0.1), PARAMS, sharding)
@@ -314,16 +292,16 @@ def test_arrays_on_one_device_and_bare_parameters():
 @pytest.mark.parametrize(
     "sharding, message",
     [
-        ({}, "params_sharding is empty: give one sharding for all"),
-        ({"dense": P()}, "params_sharding has another structure than params"),
-        ({**PARAMS_SPECS, "other": P()}, "params_sharding has another structure than params"),
+        ({}, "params_sharding={} is empty"),
+        ({"dense": P()}, "must have the structure of params or be a prefix"),
+        ({**PARAMS_SPECS, "other": P()}, "must have the structure of params or be a prefix"),
         (
             {**PARAMS_SPECS, "kernel": P(None, None, "data")},
-            r"the parameter 'kernel' has the shape \(4, 4\), fewer axes than its P",
+            r"\['kernel'\]=P.* has more axes than the parameter, which has the shape \(4, 4\)",
         ),
         (
             {**PARAMS_SPECS, "kernel": "data"},
-            "sharding of the parameter 'kernel' must be a NamedSharding or a PartitionSpec, not 'data'",
+            "params_sharding.'kernel'.='data' must be a NamedSharding or a PartitionSpec",
         ),
     ],
 )
@@ -336,7 +314,3 @@ def test_a_size_that_the_mesh_does_not_divide():
     sharding = NamedSharding(mesh_of(AxisType.Auto), P(("data", "model")))
     with pytest.raises(ValueError, match="the parameter 'kernel' cannot be split"):
         state_sharding(optax.adam(0.1), PARAMS, sharding)
-
-
-def test_the_former_name_works():
-    assert optim.placement.partition is optim.state_sharding

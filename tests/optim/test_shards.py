@@ -1,7 +1,7 @@
-"""Inside shard_map some leaves are split, over one mesh axis or two, and others whole.
+"""Inside shard_map some leaves are split over one or two mesh axes, and others are full.
 
-Every transform takes five updates on one device, and the same on a mesh of eight, with `axis_name`
-a function of the leaf's path. What is whole has to stay equal on all devices, to the last bit.
+Every transform takes five updates on one device, and the same updates on a mesh of eight devices,
+where `axis_name` is a function of the leaf's path. Full leaves must stay bit-identical on all devices.
 """
 
 import functools
@@ -10,22 +10,22 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from lamb_tpu import optim
 from lamb_tpu.optim.factory import OPTIMIZERS
 from lamb_tpu.optim.sharding import state_sharding
-from lamb_tpu.optim.trust_ratio import Readings
+from lamb_tpu.optim.trust_ratio import Diagnostics
 from tests.marks import MAIN, some
 from tests.optim.catalogue import PLAIN, REDUCING, takes
+from tests.optim.runs import assert_close, assert_shardings, step_of
 
 P = PartitionSpec
 RATE = optim.warmup(0.1, 10, 2)
 RULES = [("^layers", {"layer_axes": (0,)}), ("bias$", {"adapt": False, "decay": False}), ("", {})]
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-LEAVES = {  # shape, and how it is split; what is whole has sizes that divide nothing
+LEAVES = {  # shape, and split axes; full leaves have sizes that are not divisible
     "first": {"kernel": ((16, 5), P("data")), "bias": ((24,), P(("data", "model")))},
     "last": ((6, 16), P(None, ("data", "model"))),
     "columns": ((5, 6), P(None, "model")),
@@ -50,7 +50,7 @@ def draw(seed):
 
 
 def axes_by_path(specs):
-    """The function that `axis_name` is, written out path by path."""
+    """Returns a function from a path to the leaf's mesh axes, for `axis_name`."""
     table = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):
         names = [name for entry in spec if entry for name in np.atleast_1d(entry).tolist()]
@@ -59,7 +59,7 @@ def axes_by_path(specs):
 
 
 def specs_by_path(specs):
-    """Returns a function from a path to the spec of the leaf."""
+    """Returns a function from a path to the leaf's spec, for `axis_name`."""
     paths = [
         "/".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(specs)
     ]
@@ -67,7 +67,7 @@ def specs_by_path(specs):
 
 
 def configured(name, **arguments):
-    """An optimizer as a config makes it, collecting."""
+    """Returns an optimizer built from a config, with collect=True."""
 
     def build(**others):
         collect = {"collect": True} if takes(name, "collect") else {}
@@ -77,7 +77,7 @@ def configured(name, **arguments):
     return build
 
 
-# Every transform, clipping and collecting, and each other way of those to take a norm or a mean.
+# Every transform with clipping and collecting, and other options that change norms or means.
 BUILDS = {
     **{
         name: configured(name, clip_global_norm=1.0)
@@ -110,14 +110,6 @@ def train(step, params, state):
     return params, state
 
 
-def step_of(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 @functools.cache
 def unsharded(name):
     tx, params = BUILDS[name](), draw(0)
@@ -139,16 +131,6 @@ def sharded(name, axis_name=None):
     return train(sharded_step(tx, params, specs), params, tx.init(params))
 
 
-def assert_close(found, expected, rtol=1e-5):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(b), initial=0.0))
-        ),
-        found,
-        expected,
-    )
-
-
 def assert_replicas_are_equal(tree):
     for leaf in jax.tree.leaves(tree):
         first = {}
@@ -161,9 +143,9 @@ def assert_replicas_are_equal(tree):
 @pytest.mark.long
 @pytest.mark.parametrize("name", some(BUILDS, (*MAIN, "novograd", "lars, larc")))
 def test_five_updates_equal_those_of_one_device(name):
-    found = sharded(name)
-    assert_close(found, unsharded(name))
-    assert_replicas_are_equal(found)
+    actual = sharded(name)
+    assert_close(actual, unsharded(name))
+    assert_replicas_are_equal(actual)
 
 
 @pytest.mark.long
@@ -185,19 +167,19 @@ def test_five_updates_equal_those_of_one_device(name):
         ]
     ),
 )
-def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
-    """With them layers of a stack may be split, and matrices of APOLLO."""
+def test_specs_name_the_split_axes_of_a_leaf(name, specs):
+    """With specs, layers of a stack may be split, and so may matrices that APOLLO projects."""
     tx, params = BUILDS[name](axis_name=specs_by_path(specs)), draw(0)
     state_specs = state_sharding(tx, params, specs)
-    if specs is LAYERS_SPLIT:  # readings of such a stack need a spec of their own
+    if specs is LAYERS_SPLIT:  # diagnostics of such a stack need a separate spec
         state_specs = jax.tree.map(
             lambda node: (
-                Readings(*({**tree, "layers": P("data")} for tree in node))
-                if isinstance(node, Readings)
+                Diagnostics(*({**tree, "layers": P("data")} for tree in node))
+                if isinstance(node, Diagnostics)
                 else node
             ),
             state_specs,
-            is_leaf=lambda node: isinstance(node, Readings),
+            is_leaf=lambda node: isinstance(node, Diagnostics),
         )
     step = jax.jit(
         jax.shard_map(
@@ -208,18 +190,19 @@ def test_specs_tell_which_axes_of_a_leaf_are_split(name, specs):
             check_vma=False,
         )
     )
-    found = train(step, params, tx.init(params))
-    assert_close(found, unsharded(name), rtol=1e-5)
-    assert_replicas_are_equal(found)
+    actual = train(step, params, tx.init(params))
+    assert_close(actual, unsharded(name), rtol=1e-5)
+    assert_replicas_are_equal(actual)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sgd", "novograd", "adagrad_norm"])
-def test_a_name_for_all_leaves_counts_whole_ones_once_a_device(name):
+def test_one_name_for_all_leaves_counts_full_ones_once_per_device(name):
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(sharded(name, ("data", "model")), unsharded(name), rtol=1e-4)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "name, clip, count",
     [("lamb", None, 1), ("lamb", 1.0, 2), ("lars", None, 1), ("novograd", None, 1)],
@@ -246,14 +229,14 @@ def test_init_inside_shard_map_makes_the_state_that_is_made_outside(name):
 
     state_specs = state_sharding(tx, params, specs)
     inside = jax.jit(
-        jax.shard_map(  # with check_vma, which has to see that norms are whole
+        jax.shard_map(  # check_vma verifies that norms are replicated
             init_and_step, mesh=MESH, in_specs=(specs, specs), out_specs=(state_specs, specs)
         )
     )
-    state, found = inside(params, draw(1))
+    state, actual = inside(params, draw(1))
     outside = tx.init(params)
     assert_close(state, outside)
-    assert_close(found, jax.jit(step_of(BUILDS[name]()))(params, outside, draw(1))[0])
+    assert_close(actual, jax.jit(step_of(BUILDS[name]()))(params, outside, draw(1))[0])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -268,7 +251,7 @@ def test_an_axis_that_is_not_bound_is_named(name, check_vma):
         out_specs=P(),
         check_vma=check_vma,
     )
-    with pytest.raises(ValueError, match="axis_name 'modle' is not bound here: give it inside"):
+    with pytest.raises(ValueError, match="axis_name='modle' is not bound here; use it inside"):
         jax.eval_shape(step, params)
 
 
@@ -287,9 +270,6 @@ def test_collecting_a_stack_split_by_layers_compiles_once(name, axis_type):
     update = jax.jit(tx.update)
     for _ in range(3):
         updates, state = update(params, state, params)
-    for tree, expected in ((updates, shardings), (state, placed)):
-        assert jax.tree.all(
-            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, expected)
-        )
-    # JAX itself writes P() as P(None) on an Explicit mesh, and takes that for another placement.
+    assert_shardings((updates, state), (shardings, placed))
+    # On an Explicit mesh JAX converts P() to P(None), and treats it as another sharding.
     assert update._cache_size() == (1 if axis_type == AxisType.Auto else 2)

@@ -1,4 +1,4 @@
-"""Stages: by the count or given, sums by the caller's function, masks, and bad arguments."""
+"""Stages from the count or an argument, sums over devices, masks, and invalid arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def gradients(number):
 
 
 def trained(tx, updates=7, given=None, step=None):
-    """Parameters and state; `given` are the extra arguments of the update of a number."""
+    """Returns parameters and state; `given` maps the number of an update to its extra arguments."""
     params, state = PARAMS, tx.init(PARAMS)
     step = step or tx.update
     for number in range(updates):
@@ -33,9 +33,9 @@ def trained(tx, updates=7, given=None, step=None):
     return params, state
 
 
-def assert_close(found, expected, rtol=2e-6):
+def assert_close(actual, expected, rtol=2e-6):
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), actual, expected
     )
 
 
@@ -59,7 +59,7 @@ def test_the_stage_by_the_count_is_the_one_that_is_given(name, discard_first):
 @pytest.mark.long
 @pytest.mark.parametrize("name", REDUCING)
 def test_exact_sums_over_devices_are_one_device(name):
-    """Each of four devices gives a share, and `reduce` sums: what is sent is linear in them."""
+    """Four devices with shares of the gradient equal one device if messages are summed exactly."""
     tx = optim.make_optimizer({"name": name, "weight_decay": 0.1} | FREEZES[name], 0.01)
     shares = jnp.asarray([0.1, 0.2, 0.3, 0.4])
 
@@ -68,62 +68,48 @@ def test_exact_sums_over_devices_are_one_device(name):
             local = jax.tree.map(lambda g: share * g, grads)
             if not stage.local:
                 return tx.update(jax.lax.psum(local, "d"), state, params, stage=stage)
-            return tx.update(
-                local,
-                state,
-                params,
-                stage=stage,
-                num_devices=4,
-                reduce=lambda tree: jax.lax.psum(tree, "d"),
-            )
+            message, apply = tx.message(local, state, params, stage=stage, num_devices=4)
+            return apply(jax.lax.psum(message, "d"))
 
-        found = jax.vmap(device, axis_name="d")(shares)
-        for leaf in jax.tree.leaves(found):  # the same on each
+        actual = jax.vmap(device, axis_name="d")(shares)
+        for leaf in jax.tree.leaves(actual):  # equal on each device
             np.testing.assert_array_equal(leaf[0], leaf[3])
-        return jax.tree.map(lambda leaf: leaf[0], found)
+        return jax.tree.map(lambda leaf: leaf[0], actual)
 
-    found = trained(tx, given=lambda number: {"stage": tx.stage(number)}, step=step)
-    assert_close(found, trained(tx), 1e-5)
+    actual = trained(tx, given=lambda number: {"stage": tx.stage(number)}, step=step)
+    assert_close(actual, trained(tx), 1e-5)
 
 
-def test_the_own_gradient_is_clipped():
+def test_the_local_gradient_is_clipped():
     tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0)
-    grads = jax.tree.map(lambda p: 0.0 * p + 3.0, PARAMS)  # the share of one of two devices
-    _, state = tx.update(
-        grads,
-        tx.init(PARAMS),
-        PARAMS,
-        stage=staged.COMPRESSED,
-        num_devices=2,
-        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+    grads = jax.tree.map(lambda p: 0.0 * p + 3.0, PARAMS)  # this device's share of two
+    message, apply = tx.message(
+        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2
     )
+    _, state = apply(jax.tree.map(lambda leaf: 2 * leaf, message))
     assert float(state.mu["bias"][0]) == 0.0  # no gradient before
     tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0, mask_unseen=False)
-    _, state = tx.update(
-        grads,
-        tx.init(PARAMS),
-        PARAMS,
-        stage=staged.COMPRESSED,
-        num_devices=2,
-        reduce=lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+    message, apply = tx.message(
+        grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2
     )
+    _, state = apply(jax.tree.map(lambda leaf: 2 * leaf, message))
     np.testing.assert_allclose(optax.tree.norm(state.mu), 0.1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("facts, kept", [({}, [0, 3]), ({"layer_axes": (0,)}, None)])
-def test_masked_rows(facts, kept):
+@pytest.mark.parametrize("metadata, unmasked", [({}, [0, 3]), ({"layer_axes": (0,)}, None)])
+def test_masked_rows(metadata, unmasked):
     tx = optim.onebit_adam(
         0.1,
         freeze_step=1,
         masked_rows=[("kernel", (1, 3))],
-        rules=[("", facts)] if not facts else [("kernel", facts), ("", {})],
+        rules=[("", metadata)] if not metadata else [("kernel", metadata), ("", {})],
     )
     _, state = trained(tx, 3)
-    found = np.asarray(state.mu["kernel"])
-    if kept is None:  # rows are those of each layer
-        assert (found[:, 1:3] == 0).all() and (found[:, 0] != 0).all()
+    actual = np.asarray(state.mu["kernel"])
+    if unmasked is None:  # rows are counted per layer
+        assert (actual[:, 1:3] == 0).all() and (actual[:, 0] != 0).all()
     else:
-        assert (found[1:3] == 0).all() and (found[kept] != 0).all()
+        assert (actual[1:3] == 0).all() and (actual[unmasked] != 0).all()
     assert (state.mu["bias"] != 0).all()
 
 
@@ -139,17 +125,20 @@ def test_masked_rows_find_nnx_paths():
 
 def test_rows_that_are_not_there():
     tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("bias", (1, 9))])
-    with pytest.raises(ValueError, match=r"rows \(1, 9\) for the parameter 'bias', whose shape"):
+    with pytest.raises(
+        ValueError, match=r"masked_rows=\(1, 9\) are not rows of the parameter 'bias', which"
+    ):
         trained(tx, 2)
 
 
-def test_reduce_without_a_stage_is_refused():
+@pytest.mark.parametrize("stage", [None, staged.WARM_UP, staged.BY_COUNT])
+def test_stages_that_send_no_message(stage):
     tx = optim.onebit_lamb(0.1)
-    with pytest.raises(ValueError, match="stage must be that of the update where reduce is"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, reduce=lambda tree: tree)
+    with pytest.raises(ValueError, match="^stage=.* must be a stage that sends a message"):
+        tx.message(PARAMS, tx.init(PARAMS), PARAMS, stage=stage)
 
 
-def test_who_leaves_devices_apart():
+def test_optimizers_whose_devices_diverge():
     assert staged.leaves_devices_apart(optim.zero_one_adam(0.1, local_step_clipper=2))
     for tx in (optim.zero_one_adam(0.1), optim.onebit_lamb(0.1), optim.lamb(0.1)):
         assert not staged.leaves_devices_apart(tx)
@@ -159,7 +148,7 @@ def test_who_leaves_devices_apart():
 @pytest.mark.parametrize("name", REDUCING)
 @pytest.mark.parametrize("field", [{"l2": 0.1}, {"stochastic_rounding": True}])
 def test_nothing_stands_around_them(name, field):
-    with pytest.raises(ValueError, match="sums over devices by itself"):
+    with pytest.raises(ValueError, match="sums over devices itself"):
         optim.make_optimizer({"name": name, **field}, 0.1)
 
 
@@ -172,7 +161,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", REDUCING)
 def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
-    """Such as pixels at the edge of an image: a gradient of 1e-6 where others have 1."""
+    """An element has a gradient of 1e-6 where others have 1, like pixels at the edge of an image."""
     params = {"w": jnp.ones(4)}
     first = {"w": jnp.array([1.0, -1.0, 1.0, 1e-6])}
 
@@ -187,7 +176,8 @@ def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
                 lambda x: jnp.sqrt(jnp.mean(x * x)) * jnp.where(x >= 0, 1.0, -1.0), tree
             )
 
-        updates, _ = tx.update(first, state, params, stage=tx.stage(1), reduce=in_one_bit)
+        message, apply = tx.message(first, state, params, stage=tx.stage(1))
+        updates, _ = apply(in_one_bit(message))
         return np.abs(np.asarray(updates["w"]))
 
     *usual, tiny = moved()
@@ -209,12 +199,12 @@ def test_the_preset_is_the_formula_of_deepspeed(name):
 @pytest.mark.parametrize("name", REDUCING)
 @pytest.mark.parametrize("floor", [-0.1, 1.0, float("nan"), None])
 def test_floors_out_of_range(name, floor):
-    with pytest.raises(ValueError, match="^relative_floor must be at least 0 and below 1, not"):
+    with pytest.raises(ValueError, match="^relative_floor=.* must be at least 0 and below 1"):
         optim.make_optimizer({"name": name, "relative_floor": floor}, 0.01)
 
 
 def test_the_floor_is_of_each_layer_of_a_stack():
     nu = jnp.array([[4.0, 0.0], [400.0, 0.0]])
-    found = staged.denominator(nu, optim.ParameterFacts(layer_axes=(0,)), 0.0, 0.5)
-    np.testing.assert_allclose(found, [[2.0, 0.5 * 2**0.5], [20.0, 0.5 * 200**0.5]], rtol=1e-6)
-    assert (staged.denominator(nu, optim.ParameterFacts(), 1.0, 0.0) == jnp.sqrt(nu) + 1).all()
+    actual = staged.denominator(nu, optim.ParameterMetadata(layer_axes=(0,)), 0.0, 0.5)
+    np.testing.assert_allclose(actual, [[2.0, 0.5 * 2**0.5], [20.0, 0.5 * 200**0.5]], rtol=1e-6)
+    assert (staged.denominator(nu, optim.ParameterMetadata(), 1.0, 0.0) == jnp.sqrt(nu) + 1).all()

@@ -1,4 +1,4 @@
-"""0/1 Adam: which update is of which stage, against counters as DeepSpeed keeps them."""
+"""0/1 Adam: the stage of each update, compared with counters as in DeepSpeed."""
 
 import itertools
 
@@ -15,7 +15,7 @@ LOCAL = Stage("local step", local=True)
 
 
 def by_counters(updates, freeze, var_scaler, local_scaler, clipper, discard_first):
-    """The stages, counted update after update."""
+    """Returns the name of each update's stage, from counters that advance update by update."""
     names, interval, counter, between, steps = [], 1, 0, 1, 0
     for number in range(1, updates + 1):
         if discard_first and number == 1:
@@ -41,7 +41,7 @@ def by_counters(updates, freeze, var_scaler, local_scaler, clipper, discard_firs
 )
 def test_stages_are_those_of_counters(arguments):
     if arguments[-1] and arguments[0] == 1:
-        return  # nothing is left before the freezing
+        return  # no update remains before second moments are frozen
     freeze, var_scaler, local_scaler, clipper, discard_first = arguments
     tx = optim.zero_one_adam(
         0.1, freeze, var_scaler, local_scaler, clipper, discard_first=discard_first
@@ -74,7 +74,7 @@ def test_late_updates_have_stages():
 
 
 def test_local_steps_and_their_mean():
-    """Two devices part for four updates, and meet at the mean of their ways."""
+    """Two devices take four local steps, and then move by the mean of their displacements."""
     tx = optim.zero_one_adam(
         0.1, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4, eps=0.1, b2=0.5
     )
@@ -85,14 +85,11 @@ def test_local_steps_and_their_mean():
     pair = jax.tree.map(lambda x: jnp.stack([x, x]), (start, state))
 
     def step(stage, grads, params, state):
-        updates, state = tx.update(
-            grads,
-            state,
-            params,
-            stage=stage,
-            num_devices=2,
-            reduce=lambda tree: jax.lax.psum(tree, "d"),
-        )
+        if stage.reduces:
+            message, apply = tx.message(grads, state, params, stage=stage, num_devices=2)
+            updates, state = apply(jax.lax.psum(message, "d"))
+        else:
+            updates, state = tx.update(grads, state, params, stage=stage, num_devices=2)
         return optax.apply_updates(params, updates), state
 
     names = []
@@ -105,14 +102,14 @@ def test_local_steps_and_their_mean():
             grads, *pair
         )
         params, state = pair
-        apart = float(jnp.abs(params["w"][0] - params["w"][1]).max())
+        distance = float(jnp.abs(params["w"][0] - params["w"][1]).max())
         if stage.reduces:
-            assert apart < 1e-6
+            assert distance < 1e-6
             np.testing.assert_array_equal(state.mu["w"][0], state.mu["w"][1])
-            # The mean of where a further step of its own would have led each of them.
+            # The new parameters are the mean over devices of the parameters after one more local step.
             own, _ = jax.vmap(lambda g, p, s: step(LOCAL, g, p, s), axis_name="d")(grads, *before)
             np.testing.assert_allclose(params["w"][0], own["w"].mean(0), rtol=1e-5)
             assert not state.moved["w"].any() and not state.rates["w"].any()
         else:
-            assert apart > 1e-3
+            assert distance > 1e-3
     assert names.count("local step") >= 5 and names[-1] == "synchronisation"

@@ -1,6 +1,7 @@
-"""Plans of several placements of one step, for the tests: `python -m tests.parallel.compiled`.
+"""Plans of a step with several shardings, for the tests: `python -m tests.parallel.compiled`.
 
-A process of its own, because the one of the tests simulates CPU devices. Prints a JSON object.
+The command prints a JSON object. It runs in a separate process, because the process of the tests
+simulates CPU devices.
 """
 
 import json
@@ -12,7 +13,7 @@ from tests import tiny
 
 TOPOLOGY = "v5e-16"
 GROUP_DEVICES = 2
-ROWS = 8  # of each device
+ROWS = 8  # per device
 MODEL = ConfigDict(
     {
         "name": "mlp",
@@ -36,12 +37,11 @@ PLACES = {
 
 
 def main() -> None:
-    """Compiles them all."""
-    found = {}
+    actual = {}
     for name, changes in PLACES.items():
         config = tiny.digits(model=MODEL, batch_size=16 * ROWS, **changes)
-        found[name] = make_plan(config, TOPOLOGY).as_json()
-    print(json.dumps(found))
+        actual[name] = make_plan(config, TOPOLOGY).as_json()
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

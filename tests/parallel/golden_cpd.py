@@ -1,11 +1,13 @@
-"""Recorded casts, products and sums of CPD, repeated through `lamb_tpu.parallel.exchange`."""
+"""Recorded casts, products and sums of CPD, recomputed with `lamb_tpu.parallel.exchange`."""
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from lamb_tpu.parallel.exchange import formats
@@ -19,17 +21,25 @@ Arrays = Mapping[str, np.ndarray]
 def repeat_quant(
     entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays
 ) -> dict[str, np.ndarray]:
-    """Returns our casts or products under the recorded keys, without the arrays that were given."""
+    """Returns our casts or products under the keys of the record, without the record's inputs."""
     del inputs
     implementation = entry["implementation"]
     if implementation not in _QUANT:
-        raise ValueError(f"{implementation!r} of cpd_quant is unknown")
+        raise ValueError(f"implementation={implementation!r} of cpd_quant is unknown")
     settings = Settings(entry["hyper"])
-    found = _QUANT[implementation](settings, recorded)
-    return {key: found[key] for key in recorded if key not in GIVEN}
+    actual = _QUANT[implementation](settings, recorded)
+    return {key: actual[key] for key in recorded if key not in GIVEN}
 
 
 GIVEN = ("in_bits", "a", "b")
+# Formats of `ml_dtypes` whose largest exponent encodes infinity and NaN, by (exponent, mantissa) bits.
+IEEE = {
+    (3, 4): ml_dtypes.float8_e3m4,
+    (4, 3): ml_dtypes.float8_e4m3,
+    (5, 2): ml_dtypes.float8_e5m2,
+    (8, 7): ml_dtypes.bfloat16,
+    (5, 10): np.float16,
+}
 
 
 def _casts(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
@@ -37,19 +47,19 @@ def _casts(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     settings.check_empty("cpd_float_quantize")
     x = recorded["in_bits"].view(np.float32)
 
-    def bits(style: str) -> np.ndarray:
-        fmt = Format(exponent_bits, mantissa_bits, style)
-        return np.asarray(jax.jit(lambda x: formats.cast(x, fmt))(x)).view(np.uint32)
-
+    fmt = Format(exponent_bits, mantissa_bits)
     stored = recorded["in_bits"] >> 23 & 0xFF
-    # Where the kernel shifts a number by 32 or more, which C++ leaves undefined.
-    shifts = 128 - Format(exponent_bits, mantissa_bits).bias - stored.astype(int)
-    return {
-        "cpd_bits": bits("cpd"),
-        # The package rounds correctly.
-        "mldtypes_bits": bits("ieee"),
+    # CPD's kernel shifts some numbers by 32 bits or more, which is undefined in C++.
+    shifts = 128 - fmt.bias - stored.astype(int)
+    actual = {
+        "cpd_bits": np.asarray(formats.cast(x, fmt)).view(np.uint32),
         "shift_ge_32": (shifts >= 32) & (stored > 0),
     }
+    if "mldtypes_bits" in recorded:  # rounded correctly, which our cast does not do
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = x.astype(IEEE[exponent_bits, mantissa_bits]).astype(np.float32)
+        actual["mldtypes_bits"] = rounded.view(np.uint32)
+    return actual
 
 
 def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
@@ -58,40 +68,47 @@ def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     settings.check_empty("cpd_quant_gemm")
     if (a.shape, b.shape) != ((rows, inner), (inner, columns)):
         raise ValueError(f"a and b have the shapes {a.shape} and {b.shape}")
-    found = {"c_exact": a.astype(np.float64) @ b.astype(np.float64)}
+    actual = {"c_exact": a.astype(np.float64) @ b.astype(np.float64)}
     for key in recorded:
         if match := re.fullmatch(r"c_e(\d+)m(\d+)", key):
-            fmt = Format(int(match[1]), int(match[2]), "cpd")
-            found[key] = np.asarray(jax.jit(lambda a, b: formats.matmul(a, b, fmt))(a, b))
-    return found
+            actual[key] = np.asarray(multiplied(a, b, Format(int(match[1]), int(match[2]))))
+    return actual
+
+
+@functools.partial(jax.jit, static_argnames="fmt")
+def multiplied(a: jax.Array, b: jax.Array, fmt: Format) -> jax.Array:
+    """Multiplies matrices like CPD: casts each product of two numbers, and adds by Kahan's sum."""
+    return formats.kahan_sum(
+        (a.T, b), fmt, lambda term: formats.cast(term[0][:, None] * term[1][None, :], fmt)
+    )
 
 
 _QUANT = {"cpd_float_quantize": _casts, "cpd_quant_gemm": _product}
 
 
 def repeat_aps(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our sums over devices under the recorded keys."""
+    """Returns our sums over devices under the keys of the record."""
     if entry["implementation"] != "cpd_sum_gradients":
-        raise ValueError(f"{entry['implementation']!r} of aps is unknown")
+        raise ValueError(f"implementation={entry['implementation']!r} of aps is unknown")
     settings = Settings(entry["hyper"])
     world = settings.take("world")
-    fmt = Format(settings.take("exp"), settings.take("man"), "cpd")
+    fmt = Format(settings.take("exp"), settings.take("man"))
     shift, kahan = settings.take("use_APS"), settings.take("kahan")
     source = settings.take("gradients")
     settings.check_empty("cpd_sum_gradients")
     steps = re.fullmatch(r"wgrad/<name>\[rank, t\], t = (\d+)\.\.(\d+)", source)
     if not steps:
-        raise ValueError(f"gradients {source!r} are unknown")
+        raise ValueError(f"gradients={source!r} are unknown")
     rows = slice(int(steps[1]), int(steps[2]) + 1)
-    found = {}
+    actual = {}
     for key in recorded:
         grads = inputs["wgrad/" + key.removeprefix("sum/")][:world, rows]
-        found[key] = _shifted(grads, fmt, kahan) if shift else _plain(grads, fmt, kahan)
-    return found
+        actual[key] = _shifted(grads, fmt, kahan) if shift else _plain(grads, fmt, kahan)
+    return actual
 
 
 def _shifted(grads: np.ndarray, fmt: Format, kahan: bool) -> np.ndarray:
-    """Sums (device, step, ...) by the exchange, one step after the other."""
+    """Sums gradients (device, step, ...) over devices with the exchange, one step after the other."""
     world = len(grads)
     exchange = Aps(
         ("device",), world, fmt.exponent_bits, fmt.mantissa_bits, shift=True, kahan=kahan
@@ -100,22 +117,24 @@ def _shifted(grads: np.ndarray, fmt: Format, kahan: bool) -> np.ndarray:
     @jax.jit
     def sums(grads: jax.Array) -> jax.Array:
         one = jax.vmap(lambda own: exchange.reduce(own, exchange.init(own))[0], axis_name="device")
-        return one(grads)[0]  # the same on every device
+        return one(grads)[0]  # equal on all devices
 
     largest = np.abs(grads).max(axis=(0, *range(2, grads.ndim))) * np.float32(world)
     with np.errstate(divide="ignore"):
         shifts = fmt.largest_exponent - np.ceil(np.log2(largest))
     if (np.isfinite(shifts) & (shifts > 127)).any():
-        raise NotImplementedError("2 to the power of the shift overflows there, and sums are NaN")
-    found = np.stack([np.asarray(sums(grads[:, step])) for step in range(grads.shape[1])])
-    # Where no device has a gradient the reference takes the logarithm of zero, and 0 * inf is NaN.
-    # Ours stays zero.
-    found[np.isinf(shifts)] = np.nan
-    return found
+        raise NotImplementedError(
+            "2 to the power of the shift overflows in CPD, so its sums are NaN"
+        )
+    actual = np.stack([np.asarray(sums(grads[:, step])) for step in range(grads.shape[1])])
+    # If all gradients are zero, CPD takes the logarithm of zero, and its sums are 0 * inf = NaN. Our
+    # sums are zero.
+    actual[np.isinf(shifts)] = np.nan
+    return actual
 
 
 def _plain(grads: np.ndarray, fmt: Format, kahan: bool) -> np.ndarray:
-    """Sums over the first axis as the reference does without APS, without a cast before."""
+    """Sums over the first axis like CPD without APS, which does not cast the terms."""
     if fmt.bits == 32 and not kahan:
         return np.asarray(jnp.sum(grads, axis=0))
     add = formats.kahan_sum if kahan else formats.sequential_sum

@@ -1,4 +1,4 @@
-"""Recorded runs of Deep Gradient Compression, repeated: parameters, what is sent, what is kept."""
+"""Recorded runs of Deep Gradient Compression, recomputed: parameters, sent values, residuals."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from jax import lax
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.dgc import DGC, Sampling
 from tests.optim.golden_common import Settings
-from tests.quick import jit
+from tests.parallel.exchange import over
 
 Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
-# Arguments of the authors' compressor whose value is fixed here, with that value.
+# Arguments of the authors' compressor with the only values that our exchange supports.
 FIXED = {
     "strided_sample": True,
     "compress_upper_bound": 1.3,
@@ -27,16 +27,16 @@ FIXED = {
     "max_adaptation_iters": 10,
     "fp16_values": False,
 }
-# The masks of the update that is being traced, in the order of the leaves.
+# Masks of the update that is being traced, in the order of the leaves.
 _masks: list[jax.Array] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(DGC):
-    """DGC with given starts of the samples, which also shows what it selects.
+    """DGC with given indices of first samples, which stores its masks in `_masks`.
 
     Attributes:
-      starts: pairs of a leaf and its starts, (updates, workers).
+      starts: pairs (index of a leaf, indices of its first samples as (updates, workers)).
     """
 
     starts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
@@ -50,21 +50,23 @@ class Recorded(DGC):
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our arrays under the recorded keys."""
+    """Returns our arrays under the keys of the record."""
     settings = Settings(entry["hyper"])
     settings.legend("sent_bits")
     settings.assume("gradients", "wgrad/<name>[worker, t]", "", why="gradients are fed otherwise")
-    # The starts that a seed draws are recorded.
+    # The recorded positions of samples replace those from a seed.
     if not isinstance(settings.take("seed"), int | None):
         raise NotImplementedError("seed must be a whole number, or None")
     settings.same_numbers("int32_indices")
     for name, default in FIXED.items():
         if settings.take(name, default) != default:
-            raise NotImplementedError(f"{name} is {default!r} in the exchange, and no option of it")
+            raise NotImplementedError(
+                f"{name} is always {default!r} in the exchange, which has no option for it"
+            )
     world, compressed = settings.take("world"), settings.take("compressed")
     ratio, clip = settings.take("compress_ratio"), settings.take("clip")
     if not isinstance(clip, (int, float, type(None))):
-        raise NotImplementedError(f"the exchange clips norms of leaves only, and clip is {clip!r}")
+        raise NotImplementedError(f"clip={clip!r}, but the exchange clips only norms of leaves")
     stages = max(settings.take("warmup_epochs", -1), 0)
     coeff, epochs = settings.take("warmup_coeff"), settings.take("epochs")
     sgd = Settings(settings.take("sgd"))
@@ -76,10 +78,10 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         nesterov=settings.take("nesterov"),
         factor_masking=settings.take("momentum_masking"),
         clip_norm=clip,
-        # The authors take at least 1 %.
+        # The authors sample at least 1 %.
         sample_ratio=min(max(settings.take("sample_ratio", 0.01), 0.01), 1.0),
         resample=settings.take("resample", True),
-        # Here an update is an epoch of the warm-up, so that `at` takes epochs.
+        # The warm-up has one update per epoch, so that the argument of `at` is an epoch.
         warmup_steps=stages,
         warmup_stages=max(stages, 1),
         warmup_coeff=(tuple(coeff) if isinstance(coeff, list) else coeff) if stages else None,
@@ -90,33 +92,21 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     names = list(entry["tree"])
     params = {name: jnp.asarray(inputs["param/" + name]) for name in names}
     shapes = {name: leaf.shape for name, leaf in params.items()}
-    # The exchange sends what is not a vector as sparse values.
+    # The exchange sends leaves with two axes or more as sparse values, so give compressed leaves two
+    # axes and the other leaves one.
     seen = {
         name: (params[name].size, 1) if name in compressed else (params[name].size,)
         for name in names
     }
     sparse = [name for name in sorted(names) if name in compressed]
-    residual = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (world, *leaf.shape)),
-        exchange.init({name: jnp.zeros(shape) for name, shape in seen.items()}),
-    )
+    residual = over.start(exchange, {name: jnp.zeros(shape) for name, shape in seen.items()})
     rates = recorded["lr"]
-    ratios = np.array(
-        [
-            exchange.at(epoch).ratio
-            for epoch in _epochs(exchange, epochs, recorded["compress_ratio"])
-        ]
-    )
+    epochs = _epochs(exchange, epochs, recorded["compress_ratio"])
+    ratios = np.array([exchange.at(epoch).ratio for epoch in epochs])
     decay_state = decay.init(params)
-    exchange = dataclasses.replace(
-        exchange,
-        starts=_starts(
-            exchange,
-            ratios,
-            {name: params[name].size for name in names if name in compressed},
-            recorded["sample_start_log"].tolist(),
-        ),
-    )
+    sizes = {name: params[name].size for name in names if name in compressed}
+    starts = _starts(exchange, ratios, sizes, recorded["sample_start_log"].tolist())
+    exchange = dataclasses.replace(exchange, starts=starts)
     trajectory, sent = [params], {name: [] for name in sparse}
     for step in range(len(rates)):
         now = dataclasses.replace(exchange, ratio=float(ratios[step]))
@@ -150,7 +140,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
 
 
 def _decay(sgd: Settings) -> optax.GradientTransformation:
-    """The weight decay of the authors' SGD, whose momentum is separate from the gradient's."""
+    """Returns the weight decay of the authors' SGD, which has a separate momentum for the decay."""
     sgd.take("lr")
     momentum, nesterov = sgd.take("momentum", 0.0), sgd.take("nesterov", False)
     weight = optax.scale(sgd.take("weight_decay", 0.0))
@@ -159,7 +149,7 @@ def _decay(sgd: Settings) -> optax.GradientTransformation:
     if not momentum:
         return weight
     if dampening:
-        raise NotImplementedError("dampening of the weight decay is no option of optax.trace")
+        raise NotImplementedError("optax.trace has no option for dampening of the weight decay")
     return optax.chain(weight, optax.trace(momentum, nesterov))
 
 
@@ -167,57 +157,58 @@ def _epochs(exchange: DGC, epochs: Any, ratios: np.ndarray) -> list[int]:
     """Returns the epoch of each update, counted from 0.
 
     Args:
-      exchange: with one update for each epoch of the warm-up.
-      epochs: the setting: a list of these epochs, or anything else, which does not say at which
-        updates they begin; the recorded ratios show that.
-      ratios: those that were recorded, one for each update. A ratio that no later epoch has leaves
-        the epoch as it is, so that it differs from ours.
+      exchange: an exchange with one update per epoch of the warm-up.
+      epochs: a list with the epoch of each update. Any other value does not determine the epochs, and
+        they are found from the recorded ratios.
+      ratios: the recorded ratio of each update. If neither the current nor a later epoch has this
+        ratio, the epoch does not advance, so the test fails.
     """
     if isinstance(epochs, list):
         if len(epochs) != len(ratios):
-            raise ValueError(f"{len(epochs)} epochs are given for {len(ratios)} updates")
+            raise ValueError(f"epochs has {len(epochs)} items, but there are {len(ratios)} updates")
         return epochs
-    found, epoch = [], 0
+    actual, epoch = [], 0
     for ratio in ratios:
         later = range(epoch, exchange.warmup_steps + 1)
         epoch = next((e for e in later if math.isclose(exchange.at(e).ratio, ratio)), epoch)
-        found.append(epoch)
-    return found
+        actual.append(epoch)
+    return actual
 
 
 def _starts(
     exchange: DGC, ratios: np.ndarray, sizes: Mapping[str, int], log: list[int]
 ) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
-    """The logged starts of each matrix whose threshold is sampled, see `Recorded`.
+    """Returns the logged starts of each matrix with a sampled threshold, see `Recorded.starts`.
 
-    A worker draws for its matrices in the order of `sizes`, one worker after the other.
+    In the log of an update, one worker follows the other, each with its matrices in the order of
+    `sizes`.
     """
-    found = {name: np.zeros((len(ratios), exchange.num_devices), int) for name in sizes}
+    actual = {name: np.zeros((len(ratios), exchange.num_devices), int) for name in sizes}
     draws = iter(log)
     for step, ratio in enumerate(ratios.tolist()):
         now = dataclasses.replace(exchange, ratio=ratio)
         for worker in range(exchange.num_devices):
             for name, size in sizes.items():
                 if ratio < 1 and now.sampling(size).stride > 1:
-                    found[name][step, worker] = next(draws)
+                    actual[name][step, worker] = next(draws)
     if next(draws, None) is not None:
         raise ValueError("more starts of samples are recorded than are drawn")
     return tuple(
         (sorted(sizes).index(name), tuple(map(tuple, starts.tolist())))
-        for name, starts in found.items()
+        for name, starts in actual.items()
     )
 
 
-@functools.partial(jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def _exchanged(
     exchange: Recorded, grads: dict[str, jax.Array], residual: Residual
 ) -> tuple[dict[str, jax.Array], Residual, list[jax.Array]]:
-    """The mean gradient with its momentum, the workers' residuals, and their masks."""
+    """Returns the exchange's result for the workers' mean gradient, their residuals, and their masks."""
 
     def reduce(grads: Any, residual: Residual) -> Any:
         _masks.clear()
-        found = exchange.reduce(grads, residual)
-        return *found, list(_masks)
+        actual = exchange.reduce(grads, residual)
+        return *actual, list(_masks)
 
     shares = jax.tree.map(lambda leaf: leaf / exchange.num_devices, grads)
     sums, residual, masks = jax.vmap(reduce, axis_name=AXES[0])(shares, residual)
@@ -233,13 +224,13 @@ def _under_keys(
     world: int,
     given: dict[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """Our arrays by their recorded keys; what a worker keeps is in units of its own gradient."""
-    found = dict(given)
+    """Returns our arrays by the keys of the record; residuals are in units of a worker's gradient."""
+    actual = dict(given)
     dense = [name for name in sorted(trajectory[0]) if name not in sparse]
     for name, leaf in trajectory[0].items():
-        found["p32/" + name] = np.stack([params[name] for params in trajectory])
+        actual["p32/" + name] = np.stack([params[name] for params in trajectory])
         if name in sent:
-            found["sent_bits/" + name] = np.stack(sent[name])
+            actual["sent_bits/" + name] = np.stack(sent[name])
         for worker in range(world):
             if name in sparse:
                 place = sparse.index(name)
@@ -248,7 +239,7 @@ def _under_keys(
             else:
                 momentum = residual.whole["momentum"][dense.index(name)][worker]
                 kept = momentum.reshape(leaf.shape), jnp.zeros(leaf.shape)
-            found[f"momentum_w{worker}/{name}"], found[f"velocity_w{worker}/{name}"] = map(
+            actual[f"momentum_w{worker}/{name}"], actual[f"velocity_w{worker}/{name}"] = map(
                 np.asarray, kept
             )
-    return {key: values for key, values in found.items() if key in recorded}
+    return {key: values for key, values in actual.items() if key in recorded}

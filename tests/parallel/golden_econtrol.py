@@ -1,4 +1,4 @@
-"""Recorded runs of error feedback on least squares, repeated: EF14, EF21 and its kin, EControl."""
+"""Recorded runs of error feedback on least squares, recomputed: EF14, EF21 and variants, EControl."""
 
 import functools
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from lamb_tpu.parallel.exchange import compressors
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, Compressed, EControl
 from tests.optim.golden_common import Settings
-from tests.quick import jit
+from tests.parallel.exchange import over
 
 Arrays = Mapping[str, np.ndarray]
 AXES = ("data",)
@@ -23,17 +23,17 @@ OBJECTIVES = tuple(
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our iterates, estimates and errors under the recorded keys."""
+    """Returns our iterates, estimates and errors under the keys of the record."""
     del inputs
     settings = Settings(entry["hyper"])
     settings.assume("objective", *OBJECTIVES, why="the gradient here is that of another objective")
-    # As the arrays say.
+    # These settings must agree with the recorded arrays.
     shape = tuple(settings.take(name) for name in ("workers", "rows", "dimension"))
     settings["workers"] = shape[0]
     if recorded["A"].shape != shape:
-        raise ValueError(f"A has the shape {recorded['A'].shape}, and the settings say {shape}")
+        raise ValueError(f"A has the shape {recorded['A'].shape}, but the settings say {shape}")
     if "noise" in recorded and (settings.take("sigma") == 0) == recorded["noise"].any():
-        raise ValueError("sigma is 0 and there is noise, or the reverse")
+        raise ValueError("sigma is 0 but noise is recorded, or sigma is not 0 but the noise is")
     source, _, method = entry["implementation"].partition("_")
     run = {"author": _authors, "efface": _federated}[source]
     return run(method, settings, recorded)
@@ -53,7 +53,7 @@ def _exchange(method: str, settings: Settings, **common: Any) -> Compressed:
 
 
 def _compressor(settings: Settings) -> compressors.Compressor:
-    """The compressor that the settings name; top-k where they name none."""
+    """Returns the compressor of the settings, by default top-k."""
     name = str(settings.take("compressor", "topk")).lower()
     count, ratio = settings.take("k"), settings.take("sparsity")
     if "sign" in name:
@@ -61,27 +61,27 @@ def _compressor(settings: Settings) -> compressors.Compressor:
     if name in ("identity", "none", "compressor"):
         return compressors.Identity()
     if name != "topk":
-        raise NotImplementedError(f"the compressor {name!r} draws numbers that are not recorded")
+        raise NotImplementedError(f"compressor={name!r} needs random numbers that are not recorded")
     return compressors.TopK(count=count) if ratio is None else compressors.TopK(ratio)
 
 
 def _gradient(A: np.ndarray, b: np.ndarray, x: np.ndarray, regulariser: float) -> np.ndarray:
-    """Every worker's gradient of |A x - b|^2 / (2 rows) + regulariser |x|^2, (workers, n)."""
-    # In NumPy: the order in which a compiled program adds changes what rounding leaves of the
-    # trajectories, up to 4e-6 in float32 with a large eta.
+    """Returns every worker's gradient of |A x - b|^2 / (2 rows) + regulariser |x|^2, (workers, n)."""
+    # Use NumPy: in float32 with a large eta, the order of additions in a compiled program would
+    # change the iterates by up to 4e-6.
     rows = A.shape[1]
     residues = np.einsum("wmn,n->wm", A, x) - b
     return np.einsum("wmn,wm->wn", A, residues) / x.dtype.type(rows) + 2 * regulariser * x
 
 
-@functools.partial(jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _exchanged(
     exchange: Compressed, sizes: tuple[int, ...], gradients: jax.Array, residual: Residual
 ) -> tuple[jax.Array, Residual]:
-    """The mean of the workers' estimates, and their residuals; `gradients` are (workers, n)."""
+    """Returns the exchange's result for the mean of `gradients`, (workers, n), and the residuals."""
 
     def reduce(gradient: jax.Array, residual: Residual) -> tuple[jax.Array, Residual]:
-        # Names in the order of the tensors, so that the tree's leaves are in it too.
+        # The names of leaves sort in the order of the recorded tensors.
         ends = np.cumsum(sizes)[:-1].tolist()
         tree = {f"{i:03}": part for i, part in enumerate(jnp.split(gradient, ends))}
         sums, residual = exchange.reduce(tree, residual)
@@ -94,21 +94,18 @@ def _exchanged(
 
 def _start(exchange: Compressed, sizes: tuple[int, ...], dtype: Any) -> Residual:
     params = {f"{i:03}": jnp.zeros(size, dtype) for i, size in enumerate(sizes)}
-    return jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (exchange.num_devices, *leaf.shape)),
-        exchange.init(params),
-    )
+    return over.start(exchange, params)
 
 
 def _error(exchange: Compressed, residual: Residual, size: int) -> np.ndarray:
-    """Every worker's error, (workers, n = size); 0 for a method that keeps none."""
+    """Returns every worker's error, (workers, size); zeros for a method without errors."""
     if residual.device and "error" in residual.device:
         return np.concatenate(residual.device["error"], axis=-1) * exchange.num_devices
     return np.zeros((exchange.num_devices, size))
 
 
 def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """x <- x - lr times the mean of the communicators' results."""
+    """Repeats recorded runs with x <- x - lr * (mean of the communicators' results)."""
     lr, iterations = settings.take("lr"), settings.take("iterations")
     regulariser, sizes = settings.take("regulariser"), tuple(settings.take("tensor_sizes"))
     exchange = _exchange(
@@ -119,7 +116,7 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
         whole_start=not settings.take("is_init_compressed"),
     )
     settings.check_empty(f"efface_{method}")
-    found = {}
+    actual = {}
     for dtype in ("float32", "float64"):
         with jax.enable_x64(dtype == "float64"):
             A, b, noise, x = (recorded[name].astype(dtype) for name in ("A", "b", "noise", "x0"))
@@ -134,16 +131,20 @@ def _federated(method: str, settings: Settings, recorded: Arrays) -> dict[str, n
                 estimates.append(estimate)
                 errors.append(_error(exchange, residual, len(x)))
         bits = dtype[-2:]
-        found |= {
+        actual |= {
             f"p{bits}": np.stack(points),
             f"estimate{bits}": np.stack(estimates),
             f"error{bits}": np.stack(errors),
         }
-    return {name: values for name, values in found.items() if name in recorded}
+    return {name: values for name, values in actual.items() if name in recorded}
 
 
 def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Float64; EF14 exchanges the step rather than the gradient, EF21 starts with a whole one."""
+    """Repeats the authors' float64 runs.
+
+    In these runs, EF14 compresses the learning rate times the gradient, and the other methods send
+    the first gradient uncompressed.
+    """
     lr, iterations = settings.take("stepsize"), settings.take("iterations")
     regulariser, size = settings.take("regulariser"), len(recorded["x0"])
     exchange = _exchange(
@@ -164,7 +165,7 @@ def _authors(method: str, settings: Settings, recorded: Arrays) -> dict[str, np.
             points.append(x)
     points = np.stack(points)
     residues = np.einsum("wmn,tn->wtm", A, points) - b[:, None]
-    # The recorded loss has twice the data's term of the objective.
+    # The recorded loss counts the data term of the objective twice.
     loss = (residues**2).sum((0, 2)) / (len(A) * A.shape[1]) + regulariser * (points**2).sum(1)
     means = np.stack([_gradient(A, b, x, regulariser).mean(0) for x in points])
     return {"x": points, "loss": loss, "grad_norm_squared": (means**2).sum(1)}

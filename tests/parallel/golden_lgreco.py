@@ -1,4 +1,4 @@
-"""Recorded choices and runs of L-GreCo, repeated through `lamb_tpu.parallel.exchange`."""
+"""Recorded choices and runs of L-GreCo, recomputed with `lamb_tpu.parallel.exchange`."""
 
 import itertools
 from collections.abc import Mapping
@@ -14,24 +14,24 @@ from tests.parallel.golden_powersgd import Run
 from tests.parallel.torch_random import TorchGenerator
 
 Arrays = Mapping[str, np.ndarray]
-# The hook measures its average times this.
+# The authors' hook multiplies its average gradient by this factor before a measurement.
 DELTA = 0.01
 SOLVED, GARBAGE, INDEX_ERROR = range(3)
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our choices, tables and means under the recorded keys."""
+    """Returns our choices, tables and means under the keys of the record."""
     del inputs
     implementation = entry["implementation"]
     if implementation not in REPEATS:
-        raise ValueError(f"{implementation!r} of lgreco is unknown")
+        raise ValueError(f"implementation={implementation!r} of lgreco is unknown")
     settings = Settings(entry["hyper"])
     settings.legend("arrays")
     return REPEATS[implementation](settings, recorded)
 
 
 def _choices(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """The dynamic programme on a table, with several budgets."""
+    """Repeats the choices from one table of errors with several budgets."""
     settings.legend("kind")
     errors, sizes = recorded["errors"], recorded["sizes"]
     if errors.shape != (settings.take("layers"), settings.take("choices")):
@@ -62,9 +62,10 @@ def _choices(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 
 
 def _unguarded(buckets: np.ndarray, sizes: np.ndarray) -> int:
-    """What the published code ends with where no choice is within the budget.
+    """Returns what the published code does if no choice is within the budget.
 
-    It follows the options from budget 0, of which the last layer has none, as index -1.
+    The code starts from budget 0, for which the last layer has no option, and uses -1 as an index.
+    It then returns a meaningless choice, or raises an IndexError.
     """
     options, used = choosing.tables(buckets, sizes).options, 0
     for layer in reversed(range(len(buckets))):
@@ -75,7 +76,7 @@ def _unguarded(buckets: np.ndarray, sizes: np.ndarray) -> int:
 
 
 def _least_size(errors: np.ndarray, sizes: np.ndarray, target: float) -> float:
-    """The least size by enumeration, of errors that are not rounded."""
+    """Returns the least size by enumerating all choices, without rounding of errors to buckets."""
     layers, best = np.arange(len(errors)), np.inf
     for choice in itertools.product(range(errors.shape[1]), repeat=len(errors)):
         if errors[layers, choice].sum() <= target:
@@ -84,11 +85,11 @@ def _least_size(errors: np.ndarray, sizes: np.ndarray, target: float) -> float:
 
 
 def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """A run of the hook in one process, with every choice that it makes."""
+    """Repeats a run of the authors' hook in one process, with all its choices of ranks."""
     shapes, rank = settings.take("shapes"), settings.take("matrix_approximation_rank")
     lower = settings.take("gamma", 0.5)
     if rank * lower < 1:
-        raise NotImplementedError("the hook's smallest rank is 0 here, which drops a layer")
+        raise NotImplementedError("the hook's smallest rank would be 0, which drops a layer")
     method = settings.take("error_method")
     exchange = LGreCo(
         ("workers",),
@@ -112,7 +113,7 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     sent = {m.path: m for m in exchange.matrices(params)}
     widths = {m.path: min(rank, m.rows, m.columns) for m in sent.values()}
     seeds = np.random.RandomState(0)
-    found: dict[str, np.ndarray] = {key: recorded[key] for key in recorded if key[:5] == "grad/"}
+    actual: dict[str, np.ndarray] = {key: recorded[key] for key in recorded if key[:5] == "grad/"}
     ranks, adjusted = [], 0
     for step in range(len(recorded["output"])):
         if step == exchange.start:
@@ -136,21 +137,22 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
                 * np.float32(DELTA)
                 for m in sent.values()
             }
-            found |= {f"adjust{adjusted}/{key}": value for key, value in new.items()}
+            actual |= {f"adjust{adjusted}/{key}": value for key, value in new.items()}
             adjusted += 1
             _set_q(run, _redrawn(random, sent, chosen))
         run.update(step)
         ranks.append(run.exchange.ranks or (rank,) * len(sent))
     flat = [np.concatenate([mean[name].ravel() for name in names]) for mean in run.means]
-    return found | {"output": np.stack(flat), "ranks": np.array(ranks)}
+    return actual | {"output": np.stack(flat), "ranks": np.array(ranks)}
 
 
 def _errors_by_rank(
     random: TorchGenerator, exchange: LGreCo, sent: Mapping[str, Any], run: Run
 ) -> np.ndarray:
-    """The errors after power iterations of each rank by itself, from the hook's random starts.
+    """Returns the errors of separate power iterations for each rank, from the hook's random starts.
 
-    Ours are those of one run at the largest rank, which is nearer to the best of each rank.
+    The exchange instead takes all errors from one power iteration with the largest rank, which are
+    nearer to the optimal errors.
     """
     table = np.zeros((len(sent), len(exchange.options)))
     for row, m in zip(table, sent.values(), strict=True):
@@ -166,7 +168,7 @@ def _errors_by_rank(
 def _redrawn(
     random: TorchGenerator, sent: Mapping[str, Any], ranks: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """The hook's new Q after a choice, all drawn at once."""
+    """Returns the hook's new Q of all matrices after a choice; the hook draws them together."""
     widths = [min(r, m.rows, m.columns) for r, m in zip(ranks, sent.values(), strict=True)]
     lengths = [w * m.columns for w, m in zip(widths, sent.values(), strict=True)]
     parts = np.split(random.randn(sum(lengths)), np.cumsum(lengths)[:-1])
@@ -177,7 +179,7 @@ def _redrawn(
 
 
 def _set_q(run: Run, given: Mapping[str, np.ndarray]) -> None:
-    """Replaces the first columns of every Q."""
+    """Replaces the first columns of Q for the matrices in `given`."""
     held = {name: np.array(value[0, 0]) for name, value in run.residual.whole["q"].items()}
     for name, value in given.items():
         held[name][:, : value.shape[1]] = value

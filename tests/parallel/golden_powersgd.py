@@ -1,7 +1,7 @@
-"""Recorded runs of PowerSGD, repeated through `lamb_tpu.parallel.exchange.powersgd`.
+"""Recorded runs of PowerSGD, recomputed with `lamb_tpu.parallel.exchange.powersgd`.
 
-The recorded gradients are the workers' own and the results are means, so that ours, which are sums,
-are divided by the number of workers. Workers are a mapped axis.
+Recorded results are means over workers, so our sums are divided by the number of workers. The
+workers are an axis of `jax.vmap`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
 from tests.optim.golden_common import Settings
+from tests.parallel.exchange import over
 
 Arrays = Mapping[str, np.ndarray]
 FED = "wgrad/<name>[rank, t]"
@@ -22,43 +22,44 @@ ERRORS_AFTER = (1, 2, 5, 10, 20)
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns our means and errors under the recorded keys; what a run was given, as it is."""
+    """Returns our means and errors under the keys of the record, and the record's inputs."""
     implementation = entry["implementation"]
     if implementation not in REPEATS:
-        raise ValueError(f"{implementation!r} of powersgd is unknown")
+        raise ValueError(f"implementation={implementation!r} of powersgd is unknown")
     settings = Settings(entry["hyper"])
     if settings.take("gradients", FED) != FED:
-        raise ValueError("gradients are fed otherwise than here")
+        raise ValueError(f"gradients has an unknown value; the only known value is {FED!r}")
     return REPEATS[implementation](settings, recorded, inputs)
 
 
 class Run:
-    """Updates of several workers, and the errors as the references keep them.
+    """Updates of several workers, and errors as the references define them.
 
     Attributes:
-      exchange: what is repeated.
-      residual: ours, with the workers in front.
-      means: the mean results of each update.
-      errors: by name, the sum of each worker's gradients less the means so far, which is the error
-        of the paper; see `PowerSGD` on ours.
+      exchange: the tested exchange.
+      residual: our residual, with a leading axis of workers.
+      means: the mean over workers of each update's results.
+      errors: by name, the sum of a worker's gradients so far minus the sum of the means so far, for
+        each worker. This is the error in the paper; `PowerSGD` defines errors differently.
     """
 
     def __init__(self, exchange: Any, grads: Mapping[str, np.ndarray]) -> None:
-        """Begins with `grads`: {name: (workers, updates, *shape)}."""
+        """Prepares updates with the gradients `grads`, {name: (workers, updates, *shape)}."""
         self.exchange, self._grads = exchange, grads
         self._workers = next(iter(grads.values())).shape[0]
         shapes = {
             name: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for name, leaf in grads.items()
         }
-        self.residual: Residual = jax.tree.map(
-            lambda leaf: jnp.stack([leaf] * self._workers), exchange.init(shapes)
-        )
+        self.residual = over.start(exchange, shapes)
         self.means: list[dict[str, np.ndarray]] = []
         self.errors = {name: np.zeros_like(leaf[:, 0]) for name, leaf in grads.items()}
         self._reduce: dict[Any, Callable[..., Any]] = {}
 
     def set_whole(self, kind: str, values: Mapping[str, np.ndarray]) -> None:
-        """Puts factors (columns, rank) or (layers, columns, rank) in place of ours."""
+        """Replaces factors in the residual, 'p' or 'q', by `values`.
+
+        A value has the shape (side, rank) or (layers, side, rank).
+        """
         held = self.residual.whole
         new = dict(held[kind])
         for name, value in values.items():
@@ -67,26 +68,26 @@ class Run:
         self.residual = self.residual._replace(whole={**held, kind: new})
 
     def update(self, step: int) -> None:
-        """One update; `errors` grow by each worker's gradients less the means."""
+        """Makes update `step`, and appends its results to `means`."""
         stage = self.exchange.at(step)
         if stage not in self._reduce:
             self._reduce[stage] = jax.jit(jax.vmap(stage.reduce, axis_name="workers"))
         grads = {name: jnp.asarray(leaf[:, step]) for name, leaf in self._grads.items()}
         sums, self.residual = self._reduce[stage](grads, self.residual)
-        # Every worker has the same.
+        # The sums are equal for all workers.
         self.means.append(
             {name: np.asarray(leaf[0]) / np.float32(self._workers) for name, leaf in sums.items()}
         )
 
     def add_to_errors(self, step: int, names: Sequence[str]) -> None:
-        """Adds the workers' gradients less the means of this update."""
+        """Adds the workers' gradients minus the means of update `step`, the last update, to `errors`."""
         for name in names:
             self.errors[name] = self.errors[name] + self._grads[name][:, step]
             self.errors[name] = self.errors[name] - self.means[-1][name]
 
 
 def options(settings: Settings) -> dict[str, Any]:
-    """Returns the axes of the exchange of a run's workers."""
+    """Returns the arguments `axes` and `num_devices` of an exchange between a run's workers."""
     return {"axes": ("workers",), "num_devices": settings.take("world")}
 
 
@@ -96,7 +97,7 @@ def given(names: Sequence[str], inputs: Arrays, workers: int) -> dict[str, np.nd
 
 
 def _paper(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """`RankKReducer`: every matrix is compressed, with the rank clipped to its smaller side."""
+    """Repeats `RankKReducer`, which compresses all matrices, each with at most its smaller side's rank."""
     names, reuse = settings.take("tensors"), settings.take("reuse_query")
     exchange = PowerSGD(
         **options(settings), rank=settings.take("rank"), min_saving=0.0, warm_start=reuse
@@ -116,10 +117,10 @@ def _paper(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
 
 
 def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """`PowerSGD` of the package: one factor in an iteration, and a device's own errors."""
+    """Repeats the package's `PowerSGD`, which sends one factor per iteration."""
     settings.legend("saved")
     names = settings.take("tensors")
-    # The basic class compresses all that it is given.
+    # Without the wrapper, which lists what it compresses, the class compresses all inputs.
     wrapped = "compressed" in recorded
     exchange = PowerSGD(
         **options(settings),
@@ -156,20 +157,20 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
                 for name in names
             }
         )
-    found = _inputs(recorded, ("p0/", "q0/")) | _found(run, errors)
-    found["groups"] = np.array(
+    actual = _inputs(recorded, ("p0/", "q0/")) | _found(run, errors)
+    actual["groups"] = np.array(
         [f"{index}:{shape}:{len(group)}" for index, (shape, group) in enumerate(groups.items())]
     )
-    return found | ({"compressed": np.array(compressed)} if wrapped else {})
+    return actual | ({"compressed": np.array(compressed)} if wrapped else {})
 
 
 def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """PyTorch's hook, which also keeps errors of leaves that are sent whole."""
+    """Repeats PyTorch's hook, which also has errors for uncompressed leaves."""
     settings.assume("bucket_order", BUCKET, why="the bucket is reversed here")
     names, feedback = settings.take("tensors"), settings.take("use_error_feedback", True)
     warm, start = settings.take("warm_start", True), settings.take("start_powerSGD_iter", 1000)
     if not 0 <= settings.take("orthogonalization_epsilon", 0) <= 1e-7:
-        raise NotImplementedError("orthogonalization_epsilon is part of no exchange here")
+        raise NotImplementedError("the exchange has no option for orthogonalization_epsilon")
     settings.same_numbers("batch_tensors_with_same_shape")
     exchange = PowerSGD(
         **options(settings),
@@ -181,7 +182,7 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
     )
     settings.check_empty("torch_powersgd_hook")
     run = Run(exchange, given(names, inputs, exchange.num_devices))
-    # The bucket holds the parameters in reverse, and Q are drawn in its order.
+    # The bucket has the parameters in reverse order. The hook draws the factors Q in this order.
     bucket = list(reversed(names))
     matrices = [name for name in bucket if name in run.residual.whole["q"]]
     draws, errors, drawn = random_order(recorded, matrices, inputs), [], 0
@@ -199,20 +200,20 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
         if feedback and step >= start:
             run.add_to_errors(step, names)
         errors.append(np.concatenate([run.errors[name][0].ravel() for name in bucket]))
-    found = _inputs(recorded, ("randn/",)) | _found(run, [])
+    actual = _inputs(recorded, ("randn/",)) | _found(run, [])
     if "err_flat" in recorded:
-        found["err_flat"] = np.stack([errors[step - 1] for step in ERRORS_AFTER])
-    return found
+        actual["err_flat"] = np.stack([errors[step - 1] for step in ERRORS_AFTER])
+    return actual
 
 
 def random_order(
     recorded: Arrays, matrices: Sequence[str], inputs: Arrays
 ) -> dict[str, tuple[int, int]]:
-    """Returns for each matrix the place of its Q among the draws of an update, and within a draw.
+    """Returns for each matrix the index of its draw of Q in an update, and its index in this draw.
 
-    Matrices of one shape may be drawn together.
+    The factors Q of matrices of the same shape may be drawn together.
     """
-    found: dict[str, tuple[int, int]] = {}
+    actual: dict[str, tuple[int, int]] = {}
     shapes: dict[tuple[int, ...], list[str]] = {}
     for name in matrices:
         shapes.setdefault(inputs["param/" + name].shape, []).append(name)
@@ -225,9 +226,9 @@ def random_order(
     if not batched:
         return {name: (index, 0) for index, name in enumerate(matrices)}
     for group in shapes.values():
-        found |= {name: (place, index) for index, name in enumerate(group)}
+        actual |= {name: (place, index) for index, name in enumerate(group)}
         place += 1
-    return found
+    return actual
 
 
 def _updates(recorded: Arrays) -> int:
@@ -239,13 +240,13 @@ def _inputs(recorded: Arrays, prefixes: tuple[str, ...]) -> dict[str, np.ndarray
 
 
 def _found(run: Run, errors: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    found = {f"agg/{name}": np.stack([mean[name] for mean in run.means]) for name in run.means[0]}
+    actual = {f"agg/{name}": np.stack([mean[name] for mean in run.means]) for name in run.means[0]}
     if errors:
-        found |= {
+        actual |= {
             f"err/{name}": np.stack([errors[step - 1][name] for step in ERRORS_AFTER])
             for name in errors[0]
         }
-    return found
+    return actual
 
 
 REPEATS = {"epfml_paper_rankk": _paper, "epfml_powersgd": _package, "torch_powersgd_hook": _torch}

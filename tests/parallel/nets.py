@@ -13,11 +13,12 @@ from lamb_tpu import data
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.run.build import Run, prepare
 from tests import tiny
-from tests.quick import OPTIONS, jit
 
 BATCH_NORM = ConfigDict(
     {"name": "mlp", "hidden_sizes": (24, 16), "batch_norm": True, "group_size": 8}
 )
+SHARD_MAP = {"parallel__backend": "shard_map"}
+ZERO1 = {"parallel__optimizer_state": "zero1"}
 DROPOUT = ConfigDict({"name": "mlp", "hidden_sizes": (24, 16), "dropout_rate": 0.3})
 LAMB = ConfigDict({"name": "lamb", "learning_rate": 0.02, "rules": "no_bias_no_norm"})
 LARS = ConfigDict(
@@ -28,9 +29,9 @@ LARS = ConfigDict(
 def trained(
     num_devices: int, num_steps: int, **changes: Any
 ) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
-    """The state after some updates of `tiny.digits(**changes)`, each update's sums, and the run.
+    """Trains `tiny.digits(**changes)`; returns the state, the sums of each update, and the run.
 
-    A run on one device is made once for all tests; nothing of it may be changed or donated.
+    Results on one device are cached for all tests and must not be modified or donated.
     """
     config = tiny.digits(**changes)
     if num_devices > 1:
@@ -48,31 +49,33 @@ def _train(
     config: ConfigDict, num_devices: int, num_steps: int
 ) -> tuple[state_lib.TrainState, list[dict[str, Any]], Run]:
     run = prepare(config, None, jax.devices()[:num_devices])
-    init = jit(run.init, out_shardings=run.shardings)
-    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile(OPTIONS)
-    state, sums = init(jax.random.key(run.config.seed), {}), []
-    loader = data.TrainLoader(
-        run.train_set, run.config.batch_size, run.config.seed, run.local_rows()
-    )
+    init = jax.jit(run.init, out_shardings=run.shardings)
+    step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile()
+    state, sums = init(jax.random.key(run.spec.seed), {}), []
+    loader = data.TrainLoader(run.train_set, run.spec.batch_size, run.spec.seed, run.local_rows())
     for batch, _ in zip(loader, range(num_steps)):
-        state, found = step(state, run.shard_batch(batch))
-        sums.append(jax.device_get(found))
+        state, actual = step(state, run.shard_batch(batch))
+        sums.append(jax.device_get(actual))
     return state, sums, run
 
 
-def difference(found: Any, expected: Any) -> float:
-    """The largest difference of two trees' leaves, each relative to the leaf's largest value."""
-    found, expected = tiny.arrays(found), tiny.arrays(expected)
-    assert found.keys() == expected.keys() and found
+def difference(actual: Any, expected: Any) -> float:
+    """Returns the largest relative difference between corresponding leaves of two trees.
+
+    A leaf's difference is relative to the largest magnitude in the leaf of `expected`.
+    """
+    actual, expected = tiny.arrays(actual), tiny.arrays(expected)
+    assert actual.keys() == expected.keys() and actual
     return max(
-        np.abs(found[name] - value).max() / max(np.abs(value).max(), 1e-30)
+        np.abs(actual[name] - value).max() / max(np.abs(value).max(), 1e-30)
         for name, value in expected.items()
     )
 
 
 class WeightedSum:
-    """A task of two terms, means of (x . p - y)^2 / 2 and of x . p, whose examples have weights of
-    their own in each: `w` in the first and `v` in the second.
+    """A task with two loss terms: a mean of (x . p - y)^2 / 2 and a mean of x . p.
+
+    The first mean is weighted by the field `w`, the second by the field `v`.
     """
 
     def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,7 +92,7 @@ class WeightedSum:
 
 
 def narrow() -> tuple[Any, Any]:
-    """A layer of bfloat16 for images of 64 pixels; `NARROW` is its name in a config."""
+    """Returns `init` and `apply` of a bfloat16 layer for images; `NARROW` is its name in a config."""
 
     def init(key: jax.Array, inputs: jax.Array) -> Any:
         kernel = jax.random.normal(key, (inputs[0].size, 10), jnp.bfloat16)

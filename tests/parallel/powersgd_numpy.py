@@ -1,9 +1,9 @@
-"""PowerSGD in NumPy, in float32 or float64, and how far rounding moves a recorded run.
+"""PowerSGD in NumPy, in float32 or float64, and tolerances for recorded runs.
 
-Power iterations amplify rounding from update to update, by an amount that depends on the gradients.
-No constant tolerance fits: one that allows the last update of an ill-conditioned run would pass a
-wrong first one. `tolerances` gives each update of each array its own, from the distance between the
-same algorithm in float32 and in float64.
+Power iterations amplify rounding errors from update to update, by an amount that depends on the
+gradients. No constant tolerance is useful: if it were large enough for the last update of an
+ill-conditioned run, it would accept a wrong first update. `tolerances` returns a tolerance for each
+update of each array, from the distance between results of the algorithm in float32 and in float64.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,27 +15,29 @@ from tests.optim.golden_common import Settings
 from tests.parallel.golden_powersgd import ERRORS_AFTER, random_order
 
 Arrays = Mapping[str, np.ndarray]
-# This many times the largest distance from float64 is allowed: two float32 programs that differ in
-# the order of their sums alone are up to twice as far from each other as either is from float64,
-# and five samples do not hold the largest distance. The records are at 0.75 of the limit or less.
+# The tolerance, as a multiple of the largest distance from float64 among five runs. Two float32
+# programs that differ only in the order of sums differ from each other up to twice as much as from
+# float64, and five runs may miss the largest distance. The recorded runs reach at most 0.75 of the
+# tolerance.
 MARGIN = 4
-# Relative to an array's largest value: what one float32 operation after another leaves at least.
+# Minimum tolerance relative to an array's largest value, for the rounding of a few float32
+# operations.
 FLOOR = 2.0**-22
-# Runs whose gradients are off by up to half a unit in the last place.
+# Number of runs whose gradients are perturbed by up to half a unit in the last place.
 PERTURBED = 4
 
 
 def tolerances(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns the largest allowed difference from the record, by key and row.
 
-    A row's is that of all rows up to it, because a difference stays in the errors.
+    A row's tolerance is at least that of all earlier rows, because differences persist in the errors.
     """
     exact = run(entry, recorded, inputs, np.float64)
     spread = {key: np.zeros(len(rows)) for key, rows in exact.items()}
     for number in range(PERTURBED + 1):
-        found = run(entry, recorded, _perturbed(inputs, number), np.float32)
+        actual = run(entry, recorded, _perturbed(inputs, number), np.float32)
         for key, rows in exact.items():
-            spread[key] = np.maximum(spread[key], _largest(found[key] - rows))
+            spread[key] = np.maximum(spread[key], _largest(actual[key] - rows))
     return {
         key: np.maximum(
             MARGIN * np.maximum.accumulate(distance),
@@ -45,12 +47,12 @@ def tolerances(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> di
     }
 
 
-def excess(found: Arrays, expected: Arrays, allowed: Arrays) -> float:
-    """Returns the largest difference of a row, relative to what is allowed; 1 is the limit."""
+def excess(actual: Arrays, expected: Arrays, allowed: Arrays) -> float:
+    """Returns the largest ratio of a row's difference to its tolerance; at most 1 is allowed."""
     ratios = []
     for key, limit in allowed.items():
-        distance = _largest(np.float64(found[key]) - expected[key])
-        # Where nothing was sent or kept, all are 0 and 0 is allowed.
+        distance = _largest(np.float64(actual[key]) - expected[key])
+        # If nothing was sent or stored, all values are 0 and the tolerance is 0.
         ratios.append(
             np.divide(
                 distance, limit, out=np.where(distance > 0, np.inf, 0.0), where=limit > 0
@@ -62,7 +64,7 @@ def excess(found: Arrays, expected: Arrays, allowed: Arrays) -> float:
 def run(
     entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays, dtype: type
 ) -> dict[str, np.ndarray]:
-    """Returns `agg/` and `err` arrays of a recorded run, recomputed in a dtype."""
+    """Returns the arrays of a recorded run with keys `agg/...` and `err...`, recomputed in a dtype."""
     settings = Settings(entry["hyper"])
     world = settings["world"]
     grads = {name: inputs["wgrad/" + name][:world].astype(dtype) for name in settings["tensors"]}
@@ -74,7 +76,8 @@ def _perturbed(inputs: Arrays, number: int) -> Arrays:
         return inputs
     rng = np.random.default_rng(number)
     return {
-        # In float64, and rounded to float32 afterwards: some values move by one unit, others stay.
+        # Perturb in float64 and round to float32: some values change by one unit in the last place,
+        # the rest do not change.
         key: (value * (1 + rng.uniform(-(2.0**-24), 2.0**-24, value.shape))).astype(np.float32)
         for key, value in inputs.items()
         if key.startswith("wgrad/")
@@ -87,7 +90,7 @@ def _largest(rows: np.ndarray) -> np.ndarray:
 
 
 def _orthonormal(factor: np.ndarray) -> np.ndarray:
-    """Returns orthonormal columns; a column of zeros stays."""
+    """Orthonormalises columns; a column of zeros does not change."""
     columns = np.zeros_like(factor)
     for index in range(factor.shape[1]):
         column = factor[:, index]
@@ -99,7 +102,7 @@ def _orthonormal(factor: np.ndarray) -> np.ndarray:
 
 
 def _pair(matrices: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the approximation of the workers' mean, and the new Q."""
+    """Returns the low-rank approximation of the mean of the workers' matrices, and the new Q."""
     p = _orthonormal((matrices @ q).mean(axis=0))
     q = (matrices.swapaxes(1, 2) @ p).mean(axis=0)
     return p @ q.T, q
@@ -122,12 +125,12 @@ def _after(values: list[np.ndarray]) -> list[np.ndarray]:
 def _paper(
     settings: Settings, recorded: Arrays, grads: Arrays, dtype: type
 ) -> dict[str, np.ndarray]:
-    found = {}
+    actual = {}
     for name, grad in grads.items():
         shape = grad.shape[2:]
         means, errors = [], []
         if f"q0/{name}" not in recorded:
-            found[f"agg/{name}"] = grad.mean(axis=0)
+            actual[f"agg/{name}"] = grad.mean(axis=0)
             continue
         q = np.asarray(recorded[f"q0/{name}"], dtype)
         error = np.zeros_like(_matrices(grad, 0))
@@ -139,9 +142,9 @@ def _paper(
             error = matrices - mean
             means.append(mean)
             errors.append(error[0])
-        found[f"agg/{name}"] = _rows(means, shape)
-        found[f"err/{name}"] = _rows(_after(errors), shape)
-    return found
+        actual[f"agg/{name}"] = _rows(means, shape)
+        actual[f"err/{name}"] = _rows(_after(errors), shape)
+    return actual
 
 
 def _package(
@@ -152,12 +155,12 @@ def _package(
     shapes: dict[tuple[int, ...], list[str]] = {}
     for name in compressed:
         shapes.setdefault(grads[name].shape[2:], []).append(name)
-    found = {}
+    actual = {}
     for name, grad in grads.items():
         shape = grad.shape[2:]
         if name not in compressed:
-            found[f"agg/{name}"] = grad.mean(axis=0)
-            found[f"err/{name}"] = np.zeros((len(ERRORS_AFTER), *shape), dtype)
+            actual[f"agg/{name}"] = grad.mean(axis=0)
+            actual[f"err/{name}"] = np.zeros((len(ERRORS_AFTER), *shape), dtype)
             continue
         group, place = list(shapes).index(shape), shapes[shape].index(name)
         p, q = (np.asarray(recorded[f"{side}0/{group}"][place], dtype) for side in "pq")
@@ -185,9 +188,9 @@ def _package(
             error = own
             means.append(mean)
             errors.append(error[0])
-        found[f"agg/{name}"] = _rows(means, shape)
-        found[f"err/{name}"] = _rows(_after(errors), shape)
-    return found
+        actual[f"agg/{name}"] = _rows(means, shape)
+        actual[f"err/{name}"] = _rows(_after(errors), shape)
+    return actual
 
 
 def _torch(
@@ -205,7 +208,7 @@ def _torch(
     sent = [name for name in bucket if worth(grads[name].shape[2:])]
     draws = random_order(recorded, sent, {"param/" + name: grads[name][0, 0] for name in grads})
     number = 1 + max(place for place, _ in draws.values())
-    found, errors = {}, {}
+    actual, errors = {}, {}
     for name, grad in grads.items():
         error, means, kept, q = np.zeros_like(grad[:, 0]), [], [], None
         for step in range(grad.shape[1]):
@@ -222,16 +225,16 @@ def _torch(
                 error = own - mean
             means.append(mean)
             kept.append(error[0].ravel())
-        found[f"agg/{name}"] = np.stack(means)
+        actual[f"agg/{name}"] = np.stack(means)
         errors[name] = _after(kept)
     if "err_flat" in recorded:
-        found["err_flat"] = np.stack(
+        actual["err_flat"] = np.stack(
             [
                 np.concatenate([errors[name][row] for name in bucket])
                 for row in range(len(ERRORS_AFTER))
             ]
         )
-    return found
+    return actual
 
 
 _RUNS: dict[str, Callable[[Settings, Arrays, Arrays, type], dict[str, np.ndarray]]] = {

@@ -1,4 +1,4 @@
-"""Microbatches: gradient, metrics and running averages of the batch they are cut from."""
+"""Tests that microbatches give the gradient, metrics and running averages of the full batch."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ PLACES = [
 def gradients(
     p: np.ndarray, steps: int = 1, num_shards: int = 1, **batch: np.ndarray
 ) -> tuple[Any, ...]:
-    """Gradients of `WeightedSum` on one device."""
+    """Returns the result of `accumulation.gradients` for `WeightedSum` on one device."""
     batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
     params, rows = {"p": jnp.asarray(p, jnp.float32)}, jnp.arange(len(batch["x"]))
     task = WeightedSum()
@@ -37,7 +37,7 @@ def gradients(
 def test_unequal_weights_are_those_of_one_batch(steps: int, num_shards: int) -> None:
     rng = np.random.default_rng(0)
     x, y, p = rng.normal(size=(24, 4)), rng.normal(size=24), rng.normal(size=4)
-    # The first rows weigh next to nothing in one term, and in the other the last.
+    # The first rows have almost no weight in one term, and the last rows in the other.
     w, v = np.arange(24.0) ** 2, np.arange(24.0)[::-1] ** 3
     grads, loss, state, sums = gradients(p, x=x, y=y, w=w, v=v, steps=steps, num_shards=num_shards)
     error, product = w * (x @ p - y) / w.sum(), v / v.sum()
@@ -66,7 +66,7 @@ def test_sums_are_kept_in_float32() -> None:
         task, params, {}, batch, task.weights(batch), jax.random.key(0), jnp.arange(512), steps=512
     )
     assert grads["p"].dtype == jnp.float32
-    # 512 times 1/512; bfloat16 would stop counting at a half.
+    # The sum has 512 terms of 1/512; a bfloat16 sum would stop growing at a half.
     np.testing.assert_array_equal(grads["p"], 1)
 
 
@@ -99,10 +99,10 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
 ) -> None:
     model = ConfigDict({**BATCH_NORM.to_dict(), "dropout_rate": 0.3, "group_size": 4})
     whole, sums_whole, _ = trained(1, 6, model=model)
-    found, sums, _ = trained(num_devices, 6, model=model, accumulation_steps=2, **place)
-    # Statistics of four examples enlarge what rounding leaves.
-    assert difference(found.params, whole.params) < 5e-6
-    assert difference(found.model_state, whole.model_state) < 5e-6
+    actual, sums, _ = trained(num_devices, 6, model=model, accumulation_steps=2, **place)
+    # Statistics of four examples amplify rounding errors.
+    assert difference(actual.params, whole.params) < 5e-6
+    assert difference(actual.model_state, whole.model_state) < 5e-6
     for name, (total, weight) in sums_whole[-1].items():
         np.testing.assert_allclose(sums[-1][name], (total, weight), rtol=1e-5, err_msg=name)
 
@@ -113,18 +113,23 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
 def test_groups_are_those_of_a_microbatch_on_any_devices(
     group_size: int | None, num_devices: int, place: dict[str, Any]
 ) -> None:
-    """Microbatches of 16: as many groups of one, or two, over several devices as the batch has."""
+    """With 4 microbatches of 16 rows, BatchNorm computes what it does in an undivided batch.
+
+    The groups have the same size in both; with group_size None, a group is a full microbatch. The
+    result does not depend on the number of devices.
+    """
 
     def model(size: int | None) -> ConfigDict:
         return ConfigDict({**BATCH_NORM.to_dict(), "dropout_rate": 0.2, "group_size": size})
 
     whole, _, _ = trained(1, 4, model=model(group_size or 16))
-    found, _, _ = trained(num_devices, 4, model=model(group_size), accumulation_steps=4, **place)
-    # The first updates of LAMB enlarge what rounding leaves; other groups differ by a half.
-    assert difference(found.params, whole.params) < 1e-5
-    assert difference(found.model_state, whole.model_state) < 1e-5
+    actual, _, _ = trained(num_devices, 4, model=model(group_size), accumulation_steps=4, **place)
+    # The first updates of LAMB amplify rounding errors. With groups of another size the relative
+    # difference would be a half.
+    assert difference(actual.params, whole.params) < 1e-5
+    assert difference(actual.model_state, whole.model_state) < 1e-5
     other, _, _ = trained(1, 4, model=model(None))
-    assert difference(found.params, other.params) > 1e-4
+    assert difference(actual.params, other.params) > 1e-4
 
 
 def test_schedule_counts_updates_not_microbatches() -> None:

@@ -1,4 +1,4 @@
-"""BERT over the axes 'model' and 'sequence' of a mesh, and with the generator rbg."""
+"""Tests BERT on meshes with the axes 'model' and 'sequence', and with JAX's random generator rbg."""
 
 import pathlib
 import re
@@ -12,7 +12,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
-from lamb_tpu.errors import UserError
 from lamb_tpu.models import bert_rules
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.store.checkpoint import Checkpoints
@@ -20,12 +19,14 @@ from tests import tiny
 from tests.marks import some
 from tests.parallel.nets import difference, trained
 from tests.parallel.test_bert_step import seen
+from tests.raising import rejected
 from tests.tasks.berts import TINY, examples
 
 CHANGES: dict[str, Any] = {
     "model": ConfigDict({**TINY, "num_layers": 1, "heads": ("mlm", "nsp"), "dropout_rate": 0.2}),
     "task": ConfigDict({"name": "masked_lm"}),
-    # Its update follows the gradient's size, where LAMB's follows the signs of rounding errors.
+    # The update of momentum scales with the gradient. LAMB's first update would depend on the signs
+    # of gradients that are only rounding errors.
     "optimizer": ConfigDict({"name": "momentum", "learning_rate": 0.5}),
     "batch_size": 32,
     "schedule__warmup": "0 steps",
@@ -39,7 +40,7 @@ RBG = {"prng": "rbg"}
 
 @pytest.fixture(scope="module", autouse=True)
 def source() -> Iterator[None]:
-    """Examples that stand in for the data of every config."""
+    """Replaces the data of every config by generated examples."""
     made = data.ArraySource("made", examples(96), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", lambda *_, **__: made)
@@ -51,19 +52,20 @@ def on_one(source: None) -> Any:
     return trained(1, 1, **CHANGES)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("place", some(PLACES, ()))
 def test_the_update_is_that_of_one_device(place: str, on_one: Any) -> None:
     expected, (sums_one,), run_one = on_one
     run = run_of(**CHANGES, **PLACES[place])
     step = run.make_train_step().lower(run.abstract_state, run.abstract_batch()).compile()
-    loader = data.TrainLoader(run.train_set, 32, run.config.seed, run.local_rows())
-    found, sums = step(run.first_state(), run.shard_batch(next(loader)))
-    assert difference(seen(found.params), seen(expected.params)) < 1e-4
+    loader = data.TrainLoader(run.train_set, 32, run.spec.seed, run.local_rows())
+    actual, sums = step(run.first_state(), run.shard_batch(next(loader)))
+    assert difference(seen(actual.params), seen(expected.params)) < 1e-4
     assert difference(expected.params, run_one.first_state().params) > 0.01
     for name in sums_one:
         np.testing.assert_allclose(sums[name], sums_one[name], rtol=1e-5, err_msg=name)
     if place == "sequence":
-        # Queries, keys, values there and the mixed values back, and their gradients.
+        # Attention sends queries, keys and values, and returns results; so does its backward pass.
         assert len(re.findall(r" all-to-all\(", step.as_text())) >= 4
 
 
@@ -72,22 +74,21 @@ def run_of(**changes: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, key, value, problem",
     [
-        ({"mesh__sequence": 8}, "mesh.sequence is 8, which does not divide sequences of 12 tokens"),
-        (
-            {"mesh__sequence": 4},
-            "mesh.sequence=4 and .*model=1 split attention into 4 parts, which do",
-        ),
+        ({"mesh__sequence": 8}, "mesh.sequence", 8, "does not divide the sequences of 12 tokens"),
+        ({"mesh__sequence": 4}, "model.num_heads", 2, "by config.mesh.sequence=4 times"),
         (
             {"mesh__sequence": 2, "mesh__model": 2, "parallel__rules": bert_rules.TENSOR_PARALLEL},
-            "into 4 parts, which do not divide config.model.num_heads=2",
+            "model.num_heads",
+            2,
+            "by config.mesh.sequence=2 times config.mesh.model=2",
         ),
-        ({"mesh__model": 2}, "config.mesh.model is 2, but nothing is split over that axis"),
+        ({"mesh__model": 2}, "mesh.model", 2, "splits nothing"),
     ],
 )
-def test_meshes_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_rejects_meshes(changes: dict[str, Any], key: str, value: int, problem: str) -> None:
+    with rejected(f"config.{key}", value, problem):
         run_of(**CHANGES, **changes)
 
 
@@ -95,7 +96,7 @@ def test_a_network_without_attention_leaves_the_axis_unused() -> None:
     images = {"image": np.zeros((64, 8, 8, 1), np.float32), "label": np.arange(64) % 10}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", lambda *_, **__: data.ArraySource("made", images, 10))
-        with pytest.raises(UserError, match="config.mesh.sequence is 2, but nothing is split"):
+        with rejected("config.mesh.sequence", 2, "splits nothing"):
             run_of(mesh__sequence=2)
 
 
@@ -108,10 +109,10 @@ def test_rbg_draws_dropout_and_nothing_else(on_one: Any, tmp_path: pathlib.Path)
     start, other = run.first_state(), threefry.first_state()
     jax.tree.map(np.testing.assert_array_equal, start.params, other.params)
     assert str(jax.random.key_impl(other.key)) == "threefry2x32"
-    # Other masks, so another loss, and not far from it.
+    # Different dropout masks give a slightly different loss.
     one, two = sums[0]["loss"][0], sums_threefry[0]["loss"][0]
     assert one != two and abs(one - two) < 0.2
-    # A checkpoint brings the same key back.
+    # A checkpoint restores the same key.
     with Checkpoints(tmp_path, 1) as checkpoints:
         checkpoints.save(1, state, {})
     with Checkpoints(tmp_path, 1) as checkpoints:
@@ -122,7 +123,7 @@ def test_rbg_draws_dropout_and_nothing_else(on_one: Any, tmp_path: pathlib.Path)
 
 @pytest.mark.long
 def test_rbg_is_the_same_under_jit_and_shard_map() -> None:
-    # Each device draws its rows by the place of the first.
+    # Inside shard_map each device draws the numbers of its rows from the position of its first row.
     jit, sums_jit, _ = trained(8, 1, **CHANGES, **RBG)
     named, sums_named, _ = trained(8, 1, **CHANGES, **RBG, parallel__backend="shard_map")
     assert difference(seen(named.params), seen(jit.params)) < 1e-5

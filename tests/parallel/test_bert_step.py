@@ -1,4 +1,4 @@
-"""BERT's step: one mean over all masked words and one over all pairs, wherever they lie."""
+"""Tests that BERT's loss averages over all masked words and all pairs, on any number of devices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 from lamb_tpu import data, models, tasks
 from lamb_tpu.models.transformer import stack_layers
 from tests.parallel.nets import difference, trained
-from tests.quick import jit
 from tests.tasks.berts import TINY, examples
 
 CHANGES: dict[str, Any] = {
@@ -22,7 +21,7 @@ CHANGES: dict[str, Any] = {
 }
 NUM_UPDATES = 2
 ZERO1 = {"parallel__optimizer_state": "zero1"}
-# Few, because each takes seconds to compile.
+# Few cases, because each takes seconds to compile.
 PLACES = {
     "jit": {"accumulation_steps": 2, **ZERO1},
     "shard_map": {"accumulation_steps": 4, "parallel__backend": "shard_map", **ZERO1},
@@ -31,7 +30,7 @@ PLACES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def source() -> Iterator[data.ArraySource]:
-    """Examples that stand in for the data of every config."""
+    """Returns generated examples, which replace the data of every config."""
     made = data.ArraySource("made", examples(96), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", lambda *_, **__: made)
@@ -40,12 +39,12 @@ def source() -> Iterator[data.ArraySource]:
 
 @pytest.fixture(scope="module")
 def whole(source: data.ArraySource) -> Any:
-    """After some updates of one device on whole batches."""
+    """Returns `trained(...)` for some updates on one device without microbatches."""
     return trained(1, NUM_UPDATES, **CHANGES)
 
 
 def seen(params: Any) -> Any:
-    """Without the biases of keys: their gradient is 0, so that rounding decides how they move."""
+    """Zeroes the biases of attention keys: their gradient is 0, so rounding decides their updates."""
 
     def kept(path: Any, leaf: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -57,7 +56,7 @@ def seen(params: Any) -> Any:
 @pytest.mark.long
 def test_masked_words_are_unequal(whole: Any) -> None:
     _, _, run = whole
-    loader = data.TrainLoader(run.train_set, 32, run.config.seed, run.local_rows())
+    loader = data.TrainLoader(run.train_set, 32, run.spec.seed, run.local_rows())
     for batch, _ in zip(loader, range(NUM_UPDATES)):
         counts = batch["masked_weights"].reshape(8, 4, -1).sum((1, 2))
         assert counts.max() >= 3 * counts.min()
@@ -67,16 +66,18 @@ def test_masked_words_are_unequal(whole: Any) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_eight_devices_zero1_and_accumulation_give_the_big_batch(place: str, whole: Any) -> None:
     expected, sums_whole, run = whole
-    found, sums, _ = trained(8, NUM_UPDATES, **CHANGES, **PLACES[place])
-    # LAMB divides by the gradient's own size: where that is hardly more than what rounding leaves,
-    # as in some biases, the order of additions is seen.
-    assert difference(seen(found.params), seen(expected.params)) < 1e-4
+    actual, sums, _ = trained(8, NUM_UPDATES, **CHANGES, **PLACES[place])
+    # LAMB divides by the magnitude of the gradient. If the gradient is close to rounding error, as in
+    # some biases, the order of additions matters.
+    assert difference(seen(actual.params), seen(expected.params)) < 1e-4
     start = run.first_state().params
-    assert difference(expected.params, start) > 0.05  # or they agree because nothing happened
-    for of_whole, of_found in zip(sums_whole, sums, strict=True):
-        assert of_whole.keys() == of_found.keys()
+    assert (
+        difference(expected.params, start) > 0.05
+    )  # otherwise the test would compare unchanged values
+    for of_whole, of_actual in zip(sums_whole, sums, strict=True):
+        assert of_whole.keys() == of_actual.keys()
         for name in of_whole:
-            np.testing.assert_allclose(of_found[name], of_whole[name], rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(of_actual[name], of_whole[name], rtol=1e-5, err_msg=name)
     last = sums[-1]
     parts = [last[f"{term}_loss"][0] / last[f"{term}_loss"][1] for term in ("mlm", "nsp")]
     np.testing.assert_allclose(last["loss"], (sum(parts), 1), rtol=1e-6)
@@ -96,8 +97,8 @@ def test_unrolled_layers_are_scanned_ones(source: data.ArraySource) -> None:
         return sum(terms[term] / weights[term] for term in terms)
 
     unrolled, scanned = task(False), task(True)
-    params = jit(unrolled.init)(jax.random.key(1), batch)["params"]
-    step = jit(jax.value_and_grad(loss), static_argnums=1)
+    params = jax.jit(unrolled.init)(jax.random.key(1), batch)["params"]
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     one, grads_one = step(params, unrolled)
     two, grads_two = step(stack_layers(params), scanned)
     assert float(two) == pytest.approx(float(one), rel=1e-6)

@@ -1,5 +1,6 @@
-"""Scatters and gathers in buckets: the sums and arrays that NumPy gives, in few operations."""
+"""Compares scatters and gathers in buckets with NumPy, and counts operations."""
 
+import doctest
 import math
 import re
 from typing import Any
@@ -8,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lamb_tpu.cost.topology import devices, topology
 from lamb_tpu.parallel import collectives
-from tests.quick import jit
 
-# Shapes and the axis along which each is cut into 8, and into 6 where it is: large ones that fill
-# tiles and such that do not, and small ones.
+# Shapes, each with the axis that is cut into shards. Some arrays are small; of the large arrays, some
+# fill tiles and some do not.
 LEAVES = [((48, 5), 0), ((96, 7, 24), 2), ((24, 24 * 401), 1), ((48,), 0), ((3, 48 * 1024), 1)]
 
 
@@ -28,7 +29,7 @@ def over(num_devices: int, run: Any, *trees: Any, out: Any = PartitionSpec()) ->
         out_specs=out,
         check_vma=False,
     )
-    return jit(mapped), mapped
+    return jax.jit(mapped), mapped
 
 
 def values(num_devices: int, dtype: Any = jnp.float32) -> list[jax.Array]:
@@ -46,8 +47,8 @@ def test_scatter_is_each_devices_part_of_the_sum(num_devices: int) -> None:
     run, _ = over(
         num_devices, lambda x: collectives.reduce_scatter(x, AXES, "data"), trees, out=specs
     )
-    for found, each in zip(run(trees), trees, strict=True):
-        np.testing.assert_array_equal(found, np.asarray(each).sum(0))
+    for actual, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(actual, np.asarray(each).sum(0))
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
@@ -64,8 +65,8 @@ def test_gather_undoes_cutting(num_devices: int) -> None:
         return collectives.all_gather(parts, AXES, "data")
 
     run, _ = over(num_devices, there_and_back, trees)
-    for found, each in zip(run(trees), trees, strict=True):
-        np.testing.assert_array_equal(found, each[0])
+    for actual, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(actual, each[0])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_rows_are_in_the_order_of_the_devices(
     length: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also in two phases, which take more devices than there are here."""
+    """Covers two phases, which without the patch need more devices than the test has."""
     monkeypatch.setattr(collectives, "_ONE_PHASE", one_phase)
     size = math.prod(shape)
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axes)
@@ -120,11 +121,11 @@ def test_sums_keep_dtypes_and_may_be_narrow() -> None:
         jnp.full((8, 16), 1 / 3),
         out=PartitionSpec("data"),
     )
-    found = scatter(jnp.full((8, 16), 1 / 3))
-    assert found.dtype == jnp.float32 and found[0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
+    actual = scatter(jnp.full((8, 16), 1 / 3))
+    assert actual.dtype == jnp.float32 and actual[0] == 8 * jnp.float32(jnp.bfloat16(1 / 3))
 
 
-def test_numbers_that_are_known_beforehand_are_not_sent() -> None:
+def test_known_weights_are_not_sent() -> None:
     def weights(x: jax.Array) -> dict[str, jax.Array]:
         return collectives.all_reduce({"rows": np.float32(3), "words": x[0]}, ["data"])
 
@@ -146,13 +147,42 @@ def test_operations_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run, _ = over(8, scatter, trees, out=specs)
     assert operations(run.lower(trees).as_text()) == ["reduce_scatter"] * 2
-    # Values of two dtypes cannot share a bucket, nor do leaves that are too large together.
+    # Leaves of two dtypes do not share a bucket, nor do leaves that together exceed its size.
     mixed = [leaf.astype(jnp.bfloat16) if i == 0 else leaf for i, leaf in enumerate(trees)]
     run, _ = over(8, scatter, mixed, out=specs)
     assert operations(run.lower(mixed).as_text()) == ["reduce_scatter"] * 3
     monkeypatch.setattr(collectives, "BUCKET_BYTES", 4 * 24 * 24 * 401)
     run, _ = over(8, scatter, trees, out=specs)
-    # Two small leaves in one phase, one that is as large as a bucket, a small and a large one.
+    # Three buckets: two small leaves in one phase, a leaf as large as a bucket in two phases, and a
+    # small and a large leaf in two phases.
     assert len(operations(run.lower(trees).as_text())) == 1 + 2 + 2
-    for found, each in zip(run(trees), trees, strict=True):
-        np.testing.assert_array_equal(found, np.asarray(each).sum(0))
+    for actual, each in zip(run(trees), trees, strict=True):
+        np.testing.assert_array_equal(actual, np.asarray(each).sum(0))
+
+
+def test_examples() -> None:
+    assert doctest.testmod(collectives).attempted and not doctest.testmod(collectives).failed
+
+
+def test_segments_of_rows_and_the_rest() -> None:
+    rows = jnp.arange(12).reshape(2, 6)
+    first, empty, second = collectives.split(rows, [1, 0, 3])
+    np.testing.assert_array_equal(first, [[0], [6]])
+    np.testing.assert_array_equal(second, [[1, 2, 3], [7, 8, 9]])
+    assert empty.shape == (2, 0)
+    assert collectives.split(rows, []) == []
+
+
+def test_a_narrow_segment_needs_no_padding_on_a_tpu() -> None:
+    shapes = [(1024, 512), (512, 2)]
+    sizes = [1024 * 512, 512 * 2]
+    whole = NamedSharding(Mesh(np.array(devices(topology("v3-8"))[:1]), ("data",)), PartitionSpec())
+
+    def cut(values: jax.Array) -> list[jax.Array]:
+        segments = collectives.split(2 * values, sizes)
+        return [segment.reshape(shape) for segment, shape in zip(segments, shapes, strict=True)]
+
+    given = jax.ShapeDtypeStruct((sum(sizes),), jnp.float32, sharding=whole)
+    program = jax.jit(cut, out_shardings=whole).lower(given).compile()
+    memory = program.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 3 * 4 * sum(sizes)

@@ -1,4 +1,4 @@
-"""Options of the compiler: what they do on a CPU, and where there are none."""
+"""Tests the compiler options on a CPU, on other devices, and for an XLA that lacks the option."""
 
 import types
 
@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from lamb_tpu.parallel import compiling
+
+pytestmark = pytest.mark.optimized
 
 
 def mesh_of(device: object) -> Mesh:

@@ -1,4 +1,4 @@
-"""The local Lipschitz estimate against Hessians by other ways, and over devices."""
+"""Compares the local Lipschitz estimate with explicit Hessians, and several devices with one."""
 
 import functools
 from typing import Any
@@ -10,14 +10,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from lamb_tpu import data, models, tasks
-from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel import step as step_lib
 from lamb_tpu.parallel.curvature import lipschitz
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run, prepare
 from tests import tiny
 from tests.parallel.nets import BATCH_NORM, DROPOUT, WeightedSum
-from tests.quick import jit
 
 ROWS = 64
 
@@ -38,17 +37,17 @@ def test_two_terms_with_weights_as_numpy() -> None:
     gradient = x.T @ (error + v / v.sum())
     hessian = (x.T * w) @ x / w.sum()
     expected = gradient @ hessian @ gradient / (gradient @ gradient)
-    estimate = jit(functools.partial(lipschitz, WeightedSum()))
-    found = estimate(state({"p": jnp.asarray(params)}), batch)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
-    # A gradient of zeros has no direction.
+    estimate = jax.jit(functools.partial(lipschitz, WeightedSum()))
+    actual = estimate(state({"p": jnp.asarray(params)}), batch)
+    assert float(actual) == pytest.approx(expected, rel=1e-5)
+    # A zero gradient has no direction.
     flat = {**batch, "x": np.zeros_like(batch["x"])}
     assert float(estimate(state({"p": jnp.asarray(params)}), flat)) == 0.0
 
 
 @pytest.mark.long
 def test_lstm_as_differences_of_its_gradient() -> None:
-    """In float64, beside which the differences are exact to eight digits."""
+    """Uses float64, in which finite differences are exact to eight digits."""
     with jax.enable_x64(True):
         task = tasks.build(
             "classification", models.build("row_lstm", features=5, transform=4), input_std=1.0
@@ -59,7 +58,7 @@ def test_lstm_as_differences_of_its_gradient() -> None:
             lambda p: p.astype(jnp.float64), task.init(jax.random.key(0), batch)["params"]
         )
 
-        @jit
+        @jax.jit
         @jax.grad
         def gradient(params: Any) -> jax.Array:
             terms, _ = task.loss(params, {}, batch, jax.random.key(0))
@@ -74,25 +73,25 @@ def test_lstm_as_differences_of_its_gradient() -> None:
             return sum(jax.tree.leaves(products))
 
         expected = abs(slope(1e-3) - slope(-1e-3)) / 2e-3
-        found = jit(functools.partial(lipschitz, task))(state(params), batch)
-        assert float(found) == pytest.approx(expected, rel=1e-4)
+        actual = jax.jit(functools.partial(lipschitz, task))(state(params), batch)
+        assert float(actual) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["jit", "shard_map"])
 @pytest.mark.parametrize("net", [BATCH_NORM, DROPOUT], ids=["batch_norm", "dropout"])
-def test_eight_devices_give_what_one_gives(net: ConfigDict, backend: str) -> None:
+def test_eight_devices_equal_one(net: ConfigDict, backend: str) -> None:
     def estimate(devices: int, **changes: str) -> float:
         run = prepare(tiny.digits(model=net, **changes), None, jax.devices()[:devices])
         return float(step_lib.make_lipschitz_step(run.plain_task, run.mesh)(*_inputs(run)))
 
     expected = estimate(1)
     assert expected > 0
-    found = estimate(8, parallel__backend=backend, parallel__optimizer_state="zero1")
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual = estimate(8, parallel__backend=backend, parallel__optimizer_state="zero1")
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def _inputs(run: Run) -> tuple[TrainState, Any]:
-    first = jit(run.init, out_shardings=run.shardings)(jax.random.key(0), {})
-    rows = next(data.TrainLoader(run.train_set, ROWS, 0, mesh_lib.local_rows(ROWS, run.mesh)))
-    return first, mesh_lib.shard_batch(rows, ROWS, run.mesh)
+    first = jax.jit(run.init, out_shardings=run.shardings)(jax.random.key(0), {})
+    rows = next(data.TrainLoader(run.train_set, ROWS, 0, rows_lib.local_rows(ROWS, run.mesh)))
+    return first, rows_lib.shard_batch(rows, ROWS, run.mesh)

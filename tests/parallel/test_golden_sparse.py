@@ -1,4 +1,4 @@
-"""Recorded runs of DGC and of error feedback, update for update."""
+"""Compares DGC and error feedback with recorded runs, update by update."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.marks import some
 from tests.optim import goldens
 from tests.parallel import golden_dgc
 
-# Recorded arrays that a run was given.
+# Keys of a record that are inputs of the run, for each family.
 GIVEN = {"dgc": (), "econtrol": ("A", "b", "x0", "noise")}
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] in GIVEN]
 SHORT = [
@@ -23,11 +23,11 @@ SHORT = [
 @pytest.mark.parametrize("entry", some(ENTRIES, SHORT), ids=goldens.label)
 def test_entry(entry) -> None:
     recorded = goldens.record(entry)
-    found = FAMILIES[entry["family"]](entry, recorded, goldens.inputs())
-    assert found.keys() == recorded.keys() - set(GIVEN[entry["family"]])
-    # One run (eta03) is 3e-6 from its own in float64: there the order of a sum decides.
+    actual = FAMILIES[entry["family"]](entry, recorded, goldens.inputs())
+    assert actual.keys() == recorded.keys() - set(GIVEN[entry["family"]])
+    # One run (eta03) differs by 3e-6 from the same run in float64, because of the order of additions.
     rounding = max(1e-6, entry.get("max_abs_diff_f32_vs_f64", 0))
-    for key, values in found.items():
+    for key, values in actual.items():
         expected = recorded[key]
         assert values.shape == expected.shape, key
         if expected.dtype.kind in "iu":  # which values were sent
@@ -35,7 +35,7 @@ def test_entry(entry) -> None:
         elif key in ("p64", "x", "loss", "grad_norm_squared"):
             np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-13, err_msg=key)
         else:
-            # The error adds up what rounding leaves of every gradient.
+            # The error accumulates the rounding errors of all gradients.
             atol = {"error32": 20, "estimate32": 2}.get(key, 1) * rounding
             np.testing.assert_allclose(values, expected, rtol=1e-6, atol=atol, err_msg=key)
 
@@ -43,7 +43,7 @@ def test_entry(entry) -> None:
 @pytest.mark.parametrize(
     "entry", {entry["implementation"]: entry for entry in ENTRIES}.values(), ids=goldens.label
 )
-def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
+def test_unknown_settings_are_errors(entry) -> None:
     hyper = dict(entry["hyper"], iterations=1, warp_factor=9)
     if entry["family"] == "dgc":
         hyper.pop("iterations")
@@ -51,7 +51,7 @@ def test_a_setting_that_is_not_known_is_an_error(entry) -> None:
         FAMILIES[entry["family"]](dict(entry, hyper=hyper), goldens.record(entry), goldens.inputs())
 
 
-# The settings of a run of DGC that is computed here, not recorded.
+# Settings of a run of DGC that is computed here, not recorded.
 HYPER = {
     "world": 2,
     "compress_ratio": 1 / 16,
@@ -72,7 +72,7 @@ EPOCHS = [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def _by_hand(ratios: list[float], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns what a run records: the authors' rule, in float64, of two workers."""
+    """Returns what a run of two workers would record, by the authors' rule in float64."""
     p = {name: np.float64(inputs["param/" + name]) for name in SHAPES}
     momentum = {name: np.zeros((2, *shape)) for name, shape in SHAPES.items()}
     left, points, sent = np.zeros((2, 64)), {name: [p[name]] for name in p}, []
@@ -104,7 +104,7 @@ def _by_hand(ratios: list[float], inputs: dict[str, np.ndarray]) -> dict[str, np
     }
 
 
-# Each ratio is a program to compile, which takes seconds.
+# Two of the cases are long tests, because each ratio needs a program, which takes seconds to compile.
 @pytest.mark.parametrize(
     "coeff, ratios",
     [
@@ -123,9 +123,9 @@ def test_warm_up_of_dgc(coeff, ratios, epochs) -> None:
     hyper = dict(HYPER, warmup_epochs=3, warmup_coeff=coeff, epochs=epochs)
     entry = {"implementation": "synxlin_dgc", "hyper": hyper, "tree": list(SHAPES)}
     expected = _by_hand([ratios[epoch] for epoch in EPOCHS], inputs)
-    found = golden_dgc.repeat(entry, expected, inputs)
-    assert found.keys() == expected.keys()
-    for key, values in found.items():
+    actual = golden_dgc.repeat(entry, expected, inputs)
+    assert actual.keys() == expected.keys()
+    for key, values in actual.items():
         np.testing.assert_allclose(values, expected[key], rtol=0, atol=2e-6, err_msg=key)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of gradients in a step are those of every part's gradient taken by itself."""
+"""Compares statistics of gradients in a step with statistics of separately computed gradients."""
 
 import dataclasses
 from typing import Any
@@ -8,31 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 from lamb_tpu import data
 from lamb_tpu.batching import noise_scale
 from lamb_tpu.batching.similarity import similarity
-from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import accumulation
-from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel.changing import ChangingStep
 from lamb_tpu.parallel.gradient_statistics import Statistics, check_second_moments
-from lamb_tpu.parallel.layout import make_layout
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
 from tests.marks import some
-from tests.parallel.nets import BATCH_NORM, DROPOUT, WeightedSum, difference
-from tests.parallel.test_changing import PLACES, QUANTUM, changing, prepared, start, taken
-from tests.quick import jit
+from tests.parallel.nets import BATCH_NORM, DROPOUT, difference
+from tests.parallel.test_changing import (
+    GRANULARITY,
+    PLACES,
+    changing,
+    prepared,
+    start,
+    taken,
+    weighted,
+)
 
 MODULES = (("body", "^hidden"), ("rest", ""))
 ALL = Statistics(noise_scale=True, preconditioned=True, halves=True, modules=MODULES)
 
 
 def contributions(run: Run, state: TrainState, batches: list[Any]) -> Any:
-    """Returns the shares of the examples in the gradient, times their number: (examples, ...)."""
+    """Returns each example's share of the gradient times the number of examples, (examples, ...)."""
     batch = {
         name: np.concatenate([np.asarray(each[name]) for each in batches]) for name in batches[0]
     }
@@ -46,7 +50,7 @@ def contributions(run: Run, state: TrainState, batches: list[Any]) -> Any:
         grads, *_ = accumulation.gradients(task, params, {}, example, weights, key, position[None])
         return jax.tree.map(lambda g: rows * g, grads)
 
-    return jax.device_get(jit(jax.vmap(one))(batch, jnp.arange(rows, dtype=jnp.int32)))
+    return jax.device_get(jax.jit(jax.vmap(one))(batch, jnp.arange(rows, dtype=jnp.int32)))
 
 
 def part_means(each: Any, parts: int) -> Any:
@@ -62,8 +66,11 @@ def expected_pair(each: Any, parts: int) -> noise_scale.Estimate:
 
 
 def second(run: Run, counts: tuple[int, int], **options: Any) -> tuple[Any, TrainState, Any, Any]:
-    """An update of `counts[0]` microbatches, then one of `counts[1]`: state before, its batches."""
-    step, loader = changing(run, **options), data.TrainLoader(run.train_set, QUANTUM, 0)
+    """Makes two updates, of `counts[0]` and `counts[1]` microbatches.
+
+    Returns the sums of the second update, the state before it, its microbatches, and the state after.
+    """
+    step, loader = changing(run, **options), data.TrainLoader(run.train_set, GRANULARITY, 0)
     first, then = (taken(run, loader, count) for count in counts)
     state, _ = step(start(run), first)
     kept = jax.tree.map(jnp.copy, state)
@@ -76,18 +83,18 @@ def second(run: Run, counts: tuple[int, int], **options: Any) -> tuple[Any, Trai
 def test_each_equals_its_reference(place: str) -> None:
     devices, changes = PLACES[place]
     run = prepared(devices, 2, model=DROPOUT, **changes)
-    found, state, batches, after = second(run, (2, 4), statistics=ALL)
+    actual, state, batches, after = second(run, (2, 4), statistics=ALL)
     each = contributions(run, state, batches)
     named = "shard_map" in place
     parts = 4 * (devices if named else 1)
-    values = {name: float(value) for name, (value, _) in found.items()}
+    values = {name: float(value) for name, (value, _) in actual.items()}
     pair = expected_pair(each, parts)
     assert values["noise_scale/grad_sq"] == pytest.approx(pair.grad_sq, rel=1e-4)
     assert values["noise_scale/trace"] == pytest.approx(pair.trace, rel=1e-4)
 
     moments = jax.device_get(state.opt_state.nu)
     flat = np.concatenate([v.ravel() for v in jax.tree.leaves(moments)])
-    assert (flat == 0).any() and (flat > 0).any()  # pixels that are always black
+    assert (flat == 0).any() and (flat > 0).any()  # 0 for weights of pixels that are always black
     fourth = jax.tree.map(
         lambda g, v: g * np.where(v > 0, np.where(v > 0, v / flat.mean(), 1) ** -0.25, 0),
         each,
@@ -98,7 +105,8 @@ def test_each_equals_its_reference(place: str) -> None:
     assert values["noise_scale/preconditioned_trace"] == pytest.approx(pair.trace, rel=1e-4)
 
     def half(odd: int) -> Any:
-        # Parts in the order (microbatch, device): halves are of the innermost of several.
+        # Parts have the order (microbatch, device). The halves split devices if there are several,
+        # otherwise microbatches.
         return jax.tree.map(lambda g: g[odd::2].mean(0, np.float64), part_means(each, parts))
 
     cosines = similarity(half(0), half(1), dict(MODULES))
@@ -106,48 +114,24 @@ def test_each_equals_its_reference(place: str) -> None:
     for name, value in cosines.items():
         assert values[name] == pytest.approx(float(value), abs=2e-5)
     assert len({round(float(value), 3) for value in cosines.values()}) == 3
-    # What is measured changes nothing: the update is that of a step without statistics.
+    # Statistics do not change the update: it equals that of a step without statistics.
     _, _, _, plain = second(run, (2, 4))
     assert difference(after, plain) < 1e-6
 
 
 @pytest.mark.long
 def test_weights_that_depend_on_examples() -> None:
-    random = np.random.default_rng(0)
-    rows, count = 8, 4
-    fields = {
-        "x": random.normal(size=(rows * count, 4)),
-        "y": random.normal(size=rows * count),
-        "w": random.uniform(size=32) ** 2,
-        "v": random.uniform(size=32) ** 3,
-    }
-    fields = {name: np.float32(value) for name, value in fields.items()}
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    task, tx = WeightedSum(), optax.sgd(1.0)
-    state = jax.eval_shape(state_lib.make_init(task, tx, fields), jax.random.key(0))
-    layout = make_layout(state.params, mesh, parameters.resolve(state.params, "no_bias_no_norm"))
-    placed = state_lib.with_shardings(state, state_lib.state_shardings(state, tx, layout))
-    first = jit(
-        state_lib.make_init(task, tx, fields),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, placed),
-    )
-    batches = [
-        mesh_lib.shard_batch({k: v[i * rows :][:rows] for k, v in fields.items()}, rows, mesh)
-        for i in range(count)
-    ]
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batches[0]
-    )
-    p = np.asarray(first(jax.random.key(0), {}).params["p"], np.float64)
-    x, w, v = (fields[name].astype(np.float64) for name in "xwv")
-    each = 32 * (w * (x @ p - fields["y"]) / w.sum() + v / v.sum())[:, None] * x
+    case = weighted(1.0, 4)
+    p = np.asarray(case.first(jax.random.key(0), {}).params["p"], np.float64)
+    x, y, w, v = (case.fields[name].astype(np.float64) for name in "xywv")
+    each = 32 * (w * (x @ p - y) / w.sum() + v / v.sum())[:, None] * x
     taken_rows = each[:4]
     deviations = (taken_rows - taken_rows.mean(0)) @ each.mean(0)
     for backend, parts in ("jit", 4), ("shard_map", 8):
         statistics = Statistics(noise_scale=True, halves=True, per_example=4)
-        step = ChangingStep(task, tx, layout, placed, shapes, backend, statistics=statistics)
-        _, found = step(first(jax.random.key(0), {}), batches, per_example=True)
-        values = {name: float(value) for name, (value, _) in found.items()}
+        step = ChangingStep(*case.arguments, backend, statistics=statistics)
+        _, actual = step(case.first(jax.random.key(0), {}), case.batches, per_example=True)
+        values = {name: float(value) for name, (value, _) in actual.items()}
         pair = expected_pair(each, parts)
         assert values["noise_scale/grad_sq"] == pytest.approx(pair.grad_sq, rel=1e-4)
         assert values["noise_scale/trace"] == pytest.approx(pair.trace, rel=1e-4)
@@ -163,9 +147,9 @@ def test_weights_that_depend_on_examples() -> None:
 
 @pytest.mark.long
 def test_updates_that_measure_nothing_have_no_weight() -> None:
-    """One part, an odd number of microbatches, no second moments yet."""
+    """Covers a single part, an odd number of microbatches, and second moments that are still 0."""
     run = prepared(1, 1, model=DROPOUT)
-    step, loader = changing(run, statistics=ALL), data.TrainLoader(run.train_set, QUANTUM, 0)
+    step, loader = changing(run, statistics=ALL), data.TrainLoader(run.train_set, GRANULARITY, 0)
     state, weights = start(run), []
     for count in (1, 2, 3):
         state, sums = step(state, taken(run, loader, count))
@@ -189,7 +173,7 @@ def test_a_skipped_update_has_none() -> None:
     run = prepared(1, 1, model=DROPOUT)
     statistics = Statistics(noise_scale=True, halves=True, per_example=8)
     step = changing(run, statistics=statistics, skip_nonfinite=True)
-    batches = taken(run, data.TrainLoader(run.train_set, QUANTUM, 0), 2)
+    batches = taken(run, data.TrainLoader(run.train_set, GRANULARITY, 0), 2)
     params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), start(run).params)
     _, sums = step(dataclasses.replace(start(run), params=params), batches, per_example=True)
     pairs = {name: tuple(map(float, pair)) for name, pair in sums.items()}
@@ -199,24 +183,15 @@ def test_a_skipped_update_has_none() -> None:
 
 @pytest.mark.long
 def test_with_batch_norm() -> None:
-    """Groups of BatchNorm lie within a part, so parts are those of the step either way."""
+    """Groups of BatchNorm lie within a part, so both backends measure the same."""
     values = []
     for devices, steps, changes in [(1, 8, {}), (8, 1, {"parallel__backend": "shard_map"})]:
         # 64 examples in 8 parts: microbatches of 8, or one microbatch over 8 devices.
         run = prepared(devices, steps, model=BATCH_NORM, **changes)
-        size = QUANTUM // steps
-        step = ChangingStep(
-            run.task,
-            run.tx,
-            run.layout,
-            run.abstract_state,
-            run.abstract_rows(size, run.train_set.element_spec),
-            run.config.parallel.backend,
-            parts=run.parts,
-            statistics=Statistics(noise_scale=True, halves=True),
-        )
-        loader = data.TrainLoader(run.train_set, QUANTUM, 0)
-        batches = [mesh_lib.shard_batch(loader.take(size), size, run.mesh) for _ in range(steps)]
+        size = GRANULARITY // steps
+        step = changing(run, size, statistics=Statistics(noise_scale=True, halves=True))
+        loader = data.TrainLoader(run.train_set, GRANULARITY, 0)
+        batches = [rows_lib.shard_batch(loader.take(size), size, run.mesh) for _ in range(steps)]
         _, sums = step(start(run), batches)
         values.append({name: float(value) for name, (value, _) in sums.items()})
     for name in ("noise_scale/grad_sq", "noise_scale/trace", "similarity"):
@@ -231,7 +206,7 @@ def test_optimizers_without_second_moments() -> None:
             state_lib.make_init(run.task, tx, run.train_set.gather(np.zeros(1, np.int64))),
             jax.random.key(0),
         )
-        with pytest.raises(ValueError, match="keeps no second moment of each parameter"):
+        with pytest.raises(ValueError, match="keeps no second moment for each parameter"):
             check_second_moments(state)
 
 
@@ -239,5 +214,6 @@ def test_which_updates_are_due() -> None:
     assert not Statistics() and not Statistics().is_due(99)
     statistics = Statistics(per_example=8, interval=3)
     assert statistics
-    # As `Rule.due` counts: after 3, 6, ... completed updates.
+    # Like `Rule.due`: after 3, 6, ... completed updates.
     assert [step for step in range(7) if statistics.is_due(step)] == [2, 5]
+    assert [statistics.next_due(step) for step in range(5)] == [2, 2, 2, 5, 5]

@@ -1,4 +1,4 @@
-"""Variances of single examples' gradients: those of gradients taken one by one, on any devices."""
+"""Compares per-example variances with separately computed gradients, on any number of devices."""
 
 from typing import Any
 
@@ -11,15 +11,14 @@ from lamb_tpu.parallel import per_example
 from lamb_tpu.parallel.gradient_statistics import Statistics
 from tests.marks import some
 from tests.parallel.nets import DROPOUT
-from tests.parallel.test_changing import PLACES, QUANTUM, changing, prepared, start, taken
+from tests.parallel.test_changing import GRANULARITY, PLACES, changing, prepared, start, taken
 from tests.parallel.test_gradient_statistics import contributions
-from tests.quick import jit
 
 ROWS = 32
 
 
 def expected(each: Any, rows: int) -> dict[str, float]:
-    """By NumPy in float64: variances of the first rows, along the gradient of all."""
+    """Returns metrics by NumPy in float64, with variances over the first `rows` examples of `each`."""
     flat = np.concatenate(
         [g.reshape(len(g), -1).astype(np.float64) for g in jax.tree.leaves(each)], axis=1
     )
@@ -39,7 +38,7 @@ def test_each_equals_its_reference(place: str) -> None:
     devices, changes = PLACES[place]
     run = prepared(devices, 2, model=DROPOUT, **changes)
     step = changing(run, statistics=Statistics(per_example=ROWS))
-    batches = taken(run, data.TrainLoader(run.train_set, QUANTUM, 0), 2)
+    batches = taken(run, data.TrainLoader(run.train_set, GRANULARITY, 0), 2)
     each = contributions(run, start(run), batches)
     _, sums = step(start(run), batches, per_example=True)
     values = expected(each, ROWS)
@@ -55,17 +54,17 @@ def test_each_equals_its_reference(place: str) -> None:
 def test_chunks_change_nothing() -> None:
     run = prepared(8, 1, model=DROPOUT)
     state = start(run)
-    (batch,) = taken(run, data.TrainLoader(run.train_set, QUANTUM, 0), 1)
+    (batch,) = taken(run, data.TrainLoader(run.train_set, GRANULARITY, 0), 1)
     weights = {name: np.float32(w) for name, w in run.task.weights(batch).items()}
     grads = jax.tree.map(lambda leaf: 0.1 * leaf, state.params)
-    found = []
+    actual = []
     for most in (per_example.CHUNK_BYTES, 1):
         metrics = per_example.make_per_example(run.task, run.mesh, ROWS, most)
         given = state, grads, batch, weights, np.int32(1)
         assert ("scan[" in str(jax.make_jaxpr(metrics)(*given))) == (most == 1)
-        found.append(jit(metrics)(*given))
-    for name, (value, _) in found[0].items():
-        np.testing.assert_allclose(value, found[1][name][0], rtol=1e-4)
+        actual.append(jax.jit(metrics)(*given))
+    for name, (value, _) in actual[0].items():
+        np.testing.assert_allclose(value, actual[1][name][0], rtol=1e-4)
 
 
 def test_number_of_chunks() -> None:

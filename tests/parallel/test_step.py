@@ -1,4 +1,4 @@
-"""The step: one function, the same parameters under jit, shard_map and pmap on any devices."""
+"""Tests that jit, shard_map and pmap give the same parameters, on 1 and on 8 devices."""
 
 from typing import Any
 
@@ -16,14 +16,24 @@ from lamb_tpu.parallel import backends
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import state as state_lib
 from lamb_tpu.parallel import step as step_lib
+from lamb_tpu.parallel.components import Averages, Skipped
 from lamb_tpu.parallel.exchange import make_exchange
 from lamb_tpu.parallel.layout import make_layout
-from lamb_tpu.parallel.parts import Averages, Skipped
+from lamb_tpu.parallel.update import make_update
 from lamb_tpu.run.build import prepare
 from tests import tiny
 from tests.marks import some
-from tests.parallel.nets import BATCH_NORM, DROPOUT, LAMB, LARS, WeightedSum, difference, trained
-from tests.quick import jit
+from tests.parallel.nets import (
+    BATCH_NORM,
+    DROPOUT,
+    LAMB,
+    LARS,
+    SHARD_MAP,
+    ZERO1,
+    WeightedSum,
+    difference,
+    trained,
+)
 
 AVERAGED = (Averages(0.999), Skipped())
 
@@ -33,32 +43,22 @@ OPTIMIZERS = {"lamb": LAMB, "lars": LARS}
 
 
 def on_one(net: str, name: str) -> Any:
-    """The state after `NUM_STEPS` updates on one device, and each update's sums."""
+    """Returns the state after `NUM_STEPS` updates on one device, the sums of each update, and the run."""
     return trained(1, NUM_STEPS, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[name])
 
 
+FSDP = ZERO1 | {"mesh__data": 2, "mesh__fsdp": 4, "parallel__rules": (("hidden./kernel", "fsdp"),)}
 PLACES = {
     "jit": {},
-    "shard_map": {"parallel__backend": "shard_map"},
-    "jit zero1": {"parallel__optimizer_state": "zero1"},
-    "shard_map zero1": {"parallel__backend": "shard_map", "parallel__optimizer_state": "zero1"},
-    "jit fsdp": {
-        "mesh__data": 2,
-        "mesh__fsdp": 4,
-        "parallel__rules": (("hidden./kernel", "fsdp"),),
-        "parallel__optimizer_state": "zero1",
-    },
-    "shard_map fsdp": {
-        "mesh__data": 2,
-        "mesh__fsdp": 4,
-        "parallel__rules": (("hidden./kernel", "fsdp"),),
-        "parallel__backend": "shard_map",
-        "parallel__optimizer_state": "zero1",
-    },
-    "jit tensor": {
+    "shard_map": SHARD_MAP,
+    "jit zero1": ZERO1,
+    "shard_map zero1": SHARD_MAP | ZERO1,
+    "jit fsdp": FSDP,
+    "shard_map fsdp": SHARD_MAP | FSDP,
+    "jit tensor": ZERO1
+    | {
         "mesh__model": 2,
         "parallel__rules": (("hidden0/kernel", (None, "model")), ("hidden1/kernel", ("model",))),
-        "parallel__optimizer_state": "zero1",
     },
 }
 
@@ -66,9 +66,9 @@ PLACES = {
 @pytest.mark.parametrize("optimizer", some(OPTIMIZERS, ("lamb",)))
 @pytest.mark.parametrize("net", some(NETS, ("batch_norm",)))
 @pytest.mark.parametrize("place", PLACES)
-def test_eight_devices_give_what_one_gives(place: str, net: str, optimizer: str) -> None:
+def test_eight_devices_equal_one(place: str, net: str, optimizer: str) -> None:
     expected, sums_one, _ = on_one(net, optimizer)
-    found, sums, _ = trained(
+    actual, sums, _ = trained(
         8,
         NUM_STEPS,
         duration="20 steps",
@@ -76,14 +76,14 @@ def test_eight_devices_give_what_one_gives(place: str, net: str, optimizer: str)
         optimizer=OPTIMIZERS[optimizer],
         **PLACES[place],
     )
-    assert difference(found.params, expected.params) < 1e-6
+    assert difference(actual.params, expected.params) < 1e-6
     if net == "batch_norm":
-        assert difference(found.model_state, expected.model_state) < 1e-6
-    assert difference(found.opt_state, expected.opt_state) < 1e-5
+        assert difference(actual.model_state, expected.model_state) < 1e-6
+    assert difference(actual.opt_state, expected.opt_state) < 1e-5
     start, _, _ = trained(
         1, 0, duration="20 steps", model=NETS[net], optimizer=OPTIMIZERS[optimizer]
     )
-    # Or they agree because nothing happened.
+    # Otherwise the test would compare unchanged values.
     assert difference(expected.params, start.params) > 0.05
     for of_one, of_eight in zip(sums_one, sums, strict=True):
         assert of_one.keys() == of_eight.keys()
@@ -92,11 +92,11 @@ def test_eight_devices_give_what_one_gives(place: str, net: str, optimizer: str)
     assert sums[-1]["loss"][0] < sums[0]["loss"][0]
 
 
-def test_whole_batch_norm_is_another_run() -> None:
+def test_batch_norm_over_the_full_batch_differs() -> None:
     expected, _, _ = on_one("batch_norm", "lamb")
     model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
-    found, _, _ = trained(8, NUM_STEPS, duration="20 steps", model=model, optimizer=LAMB)
-    assert difference(found.params, expected.params) > 1e-3
+    actual, _, _ = trained(8, NUM_STEPS, duration="20 steps", model=model, optimizer=LAMB)
+    assert difference(actual.params, expected.params) > 1e-3
 
 
 @pytest.mark.long
@@ -104,23 +104,24 @@ def test_whole_batch_norm_is_another_run() -> None:
 def test_the_same_function_runs_under_pmap(net: str) -> None:
     expected, _, run = on_one(net, "lamb")
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
-    config = run.config
-    task = tasks.build(model=models.build(axis_name=("data",), **config.model), **config.task)
-    facts = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
-    layout = make_layout(run.abstract_state.params, mesh, facts)
+    config = run.spec
+    model = models.build(config.model.name, ("data",), **config.model.fields)
+    task = tasks.build(config.task.name, model, **config.task.fields)
+    metadata = parameters.resolve(run.abstract_state.params, "no_bias_no_norm")
+    layout = make_layout(run.abstract_state.params, mesh, metadata)
     update = jax.pmap(
-        step_lib.make_update(task, run.tx, backends.ShardMapBackend(layout, make_exchange(layout))),
+        make_update(task, run.tx, backends.ShardMapBackend(layout, make_exchange(layout))),
         axis_name="data",
     )
-    state = jit(run.init)(jax.random.key(run.config.seed))
+    state = jax.jit(run.init)(jax.random.key(run.spec.seed))
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), state)
     loader = data.TrainLoader(run.train_set, config.batch_size, config.seed)
     for batch, _ in zip(loader, range(NUM_STEPS)):
         parts = {name: value.reshape(8, -1, *value.shape[1:]) for name, value in batch.items()}
         state, _ = update(state, parts)
     for device in (0, 5):
-        found = jax.tree.map(lambda x: x[device], state.params)
-        assert difference(found, expected.params) < 1e-6
+        actual = jax.tree.map(lambda x: x[device], state.params)
+        assert difference(actual, expected.params) < 1e-6
 
 
 @pytest.mark.long
@@ -129,7 +130,7 @@ def test_gradient_is_that_of_a_step_by_hand() -> None:
     changes = dict(optimizer=sgd, schedule__warmup="0 steps", schedule__decay="constant")
     for backend in ("jit", "shard_map"):
         after, sums, run = trained(8, 1, parallel__backend=backend, **changes)
-        before = jit(run.init)(jax.random.key(0)).params
+        before = jax.jit(run.init)(jax.random.key(0)).params
         batch = next(data.TrainLoader(run.train_set, 64, 0))
 
         def loss(params: Any) -> jax.Array:
@@ -171,8 +172,8 @@ def test_abstract_state_is_that_of_the_state() -> None:
     _, _, run = trained(8, 0, ema__decay=0.9, parallel__optimizer_state="zero1")
     step, batch = run.make_train_step(), next(data.TrainLoader(run.train_set, 64, 0))
     for state in (run.first_state(), step(run.first_state(), run.shard_batch(batch))[0]):
-        facts = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
-        assert facts == jax.tree.map(
+        metadata = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
+        assert metadata == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), run.abstract_state
         )
 
@@ -203,7 +204,7 @@ def test_update_that_is_not_finite_is_left_out(place: str) -> None:
     batches = [batch for batch, _ in zip(data.TrainLoader(run.train_set, 64, 0), range(2))]
     state, _ = step(run.first_state(), run.shard_batch(batches[0]))
     before = jax.device_get(state.replace(key=None))
-    # One example of one device suffices.
+    # One infinite example on one device suffices to skip the update.
     spoilt = {**batches[1], "image": batches[1]["image"].astype(np.float32)}
     spoilt["image"][17] = np.inf
     state, sums = step(state, run.shard_batch(spoilt))
@@ -231,8 +232,8 @@ def test_average_of_narrow_weights_moves() -> None:
     mesh, tx = mesh_lib.make_mesh({"data": -1}), optax.sgd(0.02)
     init = state_lib.make_init(Narrow(), tx, batch, AVERAGED)
     abstract = jax.eval_shape(init, jax.random.key(0))
-    facts = parameters.resolve(abstract.params, "all")
-    layout = make_layout(abstract.params, mesh, facts, optimizer_state="zero1")
+    metadata = parameters.resolve(abstract.params, "all")
+    layout = make_layout(abstract.params, mesh, metadata, optimizer_state="zero1")
     shardings = state_lib.state_shardings(abstract, tx, layout, AVERAGED)
     step = step_lib.make_train_step(
         Narrow(),
@@ -243,7 +244,7 @@ def test_average_of_narrow_weights_moves() -> None:
         make_exchange(layout, full_precision=("p",)),
         parts=AVERAGED,
     )
-    state = jit(init, out_shardings=shardings)(jax.random.key(0))
+    state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
     expected = np.ones(4)
     for done in range(50):
         state, _ = step(state, batch)
@@ -252,29 +253,29 @@ def test_average_of_narrow_weights_moves() -> None:
         expected = decay * expected + (1 - decay) * weights
     assert state.params["p"].dtype == jnp.bfloat16
     assert state.ema[0]["p"].dtype == jnp.float32
-    # The compiler may take the weights before they are rounded to bfloat16.
+    # The compiler may use weights before they are rounded to bfloat16.
     np.testing.assert_allclose(state.ema[0]["p"], expected, rtol=2**-8)
     assert abs(expected[0] - weights[0]) > 1e-4
 
 
 @pytest.mark.long
-def test_whole_batch_norm_over_two_batch_axes() -> None:
+def test_full_batch_norm_over_two_batch_axes() -> None:
     model = ConfigDict({**BATCH_NORM.to_dict(), "group_size": None})
     whole, _, _ = trained(1, 5, model=model)
-    found, _, _ = trained(8, 5, model=model, **PLACES["shard_map fsdp"])
-    assert difference(found.params, whole.params) < 1e-6
-    assert difference(found.model_state, whole.model_state) < 1e-6
+    actual, _, _ = trained(8, 5, model=model, **PLACES["shard_map fsdp"])
+    assert difference(actual.params, whole.params) < 1e-6
+    assert difference(actual.model_state, whole.model_state) < 1e-6
 
 
 def test_key_decides_the_first_parameters(tmp_path: Any) -> None:
-    init = jit(prepare(tiny.digits(), tmp_path).init)
+    init = jax.jit(prepare(tiny.digits(), tmp_path).init)
     kernels = [init(jax.random.key(seed)).params["hidden0"]["kernel"] for seed in (0, 0, 1)]
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert not np.array_equal(kernels[0], kernels[2])
 
 
 class Noise:
-    """A task that logs the random number it was given, and learns nothing."""
+    """A task with the metric `noise`, a random number from the update's key."""
 
     def weights(self, batch: Any) -> dict[str, np.float32]:
         return {"nothing": np.float32(1)}

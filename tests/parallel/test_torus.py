@@ -1,4 +1,4 @@
-"""Devices in an order in which groups are paths and tiles of the torus."""
+"""Tests an order of devices in which groups of BatchNorm are paths or tiles of the torus."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from lamb_tpu.models.norm import BatchNorm
 from lamb_tpu.parallel import torus
-from tests.quick import jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,10 @@ class Core:
 
 
 def slice_of(x: int, y: int, z: int, cores: int, first: int = 0) -> list[Core]:
-    """A slice, in some order."""
+    """Returns the devices of a slice of x * y * z chips, in random order.
+
+    `cores` is the number of cores per chip, and `first` the smallest coordinate along each axis.
+    """
     places = itertools.product(*(range(first, first + side) for side in (x, y, z)), range(cores))
     devices = [Core(tuple(place), core) for *place, core in places]
     random.Random(0).shuffle(devices)
@@ -45,7 +47,7 @@ def groups_of(devices: Sequence[Core], replicas: int) -> list[list[Core]]:
 
 
 def hops(a: Core, b: Core) -> int:
-    """Links between the chips."""
+    """Returns the number of links between two chips."""
     return sum(abs(i - j) for i, j in zip(a.coords, b.coords))
 
 
@@ -64,12 +66,12 @@ V3, V4, V5E = (32, 32, 1, 2), (8, 8, 8, 1), (16, 16, 1, 1)
 def test_up_to_16_a_group_is_a_path(shape: tuple[int, ...], replicas: int) -> None:
     for group in groups_of(slice_of(*shape), replicas):
         assert all(hops(*pair) <= 1 for pair in itertools.pairwise(group))
-        if replicas % 2 == 0 and shape[3] == 2:  # whole chips, a core after the other
+        if replicas % 2 == 0 and shape[3] == 2:  # groups have both cores of a chip, consecutively
             chips = [device.coords for device in group]
             assert chips[::2] == chips[1::2] and len(set(chips)) == replicas // 2
 
 
-# Chips in x, y, z of a tile; on 3 axes a brick.
+# `tile` has the sides of a tile along x, y, z, in chips.
 @pytest.mark.parametrize(
     "shape, replicas, tile",
     [
@@ -103,7 +105,7 @@ def test_above_a_group_is_a_tile(
 
 
 def test_no_other_box_is_nearer_to_a_cube() -> None:
-    """Against a search that fills the torus with boxes, one by one."""
+    """Compares the tile's sum of sides with the minimum over all boxes that tile the torus."""
     for shape in ((4, 6, 2, 1), (8, 3, 1, 2), (12, 4, 1, 1)):
         total = math.prod(shape)
         for replicas in range(torus.LARGEST_RING + 1, total):
@@ -126,13 +128,13 @@ def test_without_coordinates_or_with_holes_the_order_stays() -> None:
 
 @pytest.mark.parametrize("replicas", [0, -4, 5, 2.0, True, 64])
 def test_replicas_that_do_not_divide(replicas: Any) -> None:
-    message = f"replicas must be a whole number that divides the 32 devices, not {replicas}"
+    message = f"replicas={replicas} must be a whole number that divides the number of devices, 32"
     with pytest.raises(ValueError, match=message):
         torus.order(slice_of(4, 8, 1, 1), replicas)
 
 
 def test_groups_of_batch_norm_are_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight devices as a torus of 4 x 2, in tiles of 2 x 2."""
+    """Uses eight CPU devices as a torus of 4 x 2 chips with tiles of 2 x 2."""
     monkeypatch.setattr(torus, "LARGEST_RING", 2)
     stands_for = dict(zip(slice_of(4, 2, 1, 1), jax.devices()))
     ordered = torus.order(list(stands_for), 4)
@@ -144,7 +146,7 @@ def test_groups_of_batch_norm_are_the_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     norm = BatchNorm(16, use_running_average=False)
     variables = norm.init(jax.random.key(0), x)
-    y = jit(lambda x: norm.apply(variables, x, mutable="batch_stats")[0])(x)
+    y = jax.jit(lambda x: norm.apply(variables, x, mutable="batch_stats")[0])(x)
     for tile in tiles:
         shards = [s.data for s in y.addressable_shards if s.device in tile]
         examples = np.concatenate([np.asarray(shard) for shard in shards])

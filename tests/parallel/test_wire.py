@@ -1,15 +1,18 @@
-"""The bytes that a compiled program sends, by dtype."""
+"""Tests `wire_bytes`, which counts the bytes that a compiled program sends, by dtype."""
 
 import doctest
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from lamb_tpu.parallel.mesh import make_mesh
 from tests import tiny
 from tests.parallel import wire
+
+pytestmark = pytest.mark.optimized
 
 
 def test_example() -> None:

@@ -1,4 +1,4 @@
-"""Sharded optimizer state under every optimizer there is: the run without it, in less memory."""
+"""Tests that with every optimizer ZeRO-1 gives the same results in less memory."""
 
 from typing import Any
 
@@ -11,11 +11,10 @@ from lamb_tpu.optim import factory
 from tests.marks import some
 from tests.optim.catalogue import REDUCING
 from tests.parallel.nets import difference, trained
-from tests.quick import jit
 
 NUM_STEPS = 5
 RATES = {"sgd": 0.5, "momentum": 0.1, "nesterov": 0.1, "lars": 2.0, "adagrad_norm": 0.5}
-# With what an optimizer computes over several tensors, or over one that is cut.
+# Options with which an optimizer computes over several tensors, or over a complete split tensor.
 FIELDS = {
     "lamb": {"clip_global_norm": 0.5, "collect": True, "phi_bounds": (0.1, 2.0)},
     "lars": {"norm": "linf", "clip_global_norm": 0.5},
@@ -40,7 +39,8 @@ def run(num_devices: int, name: str, **changes: Any) -> tuple[Any, Any]:
     return state, run
 
 
-SPLITTING = [name for name in factory.OPTIMIZERS if name not in REDUCING]  # the others say so
+# The optimizers in `REDUCING` reject ZeRO-1.
+SPLITTING = [name for name in factory.OPTIMIZERS if name not in REDUCING]
 
 
 @pytest.mark.long
@@ -48,20 +48,20 @@ SPLITTING = [name for name in factory.OPTIMIZERS if name not in REDUCING]  # the
 def test_every_optimizer(name: str) -> None:
     whole, _ = run(1, name)
     for backend, place in PLACES.items():
-        # These need whole matrices, and say so.
+        # These optimizers need unsplit matrices, and reject split matrices.
         if backend == "shard_map" and name in ("muon", "adafactor"):
             continue
-        found, prepared = run(8, name, **place)
-        assert difference(found.params, whole.params) < 1e-6, backend
-        moved = jit(prepared.init)(jax.random.key(0)).params
+        actual, prepared = run(8, name, **place)
+        assert difference(actual.params, whole.params) < 1e-6, backend
+        moved = jax.jit(prepared.init)(jax.random.key(0)).params
         assert difference(whole.params, moved) > 1e-3
         for leaf, sharding in zip(
-            jax.tree.leaves(found.opt_state),
+            jax.tree.leaves(actual.opt_state),
             jax.tree.leaves(prepared.shardings.opt_state),
             strict=True,
         ):
             held = leaf.addressable_shards[0].data.size
             assert held == np.prod(sharding.shard_shape(leaf.shape))
-            # Only what 8 does not divide is whole: the last bias, one number a tensor, and Muon's
-            # three coefficients.
+            # Only arrays with lengths that 8 does not divide are replicated, such as the last bias,
+            # scalars, and Muon's three coefficients.
             assert held == leaf.size // 8 or leaf.size in (0, 1, 2, 3, 10, 20), leaf.shape

@@ -1,8 +1,8 @@
-"""Normal numbers as PyTorch's CPU generator draws them, to repeat recorded runs.
+"""Normally distributed numbers of PyTorch's CPU generator, to repeat recorded runs.
 
-`torch.randn` of 16 numbers or more fills them with uniform ones and transforms each 16 by
-Box and Muller; the last 16 are drawn anew where the number is not a multiple of 16. Fewer are drawn
-in pairs, in float64.
+For 16 numbers or more, `torch.randn` draws uniform numbers and transforms each block of 16 by the
+Box-Muller method. If the count is not a multiple of 16, the last 16 numbers are drawn again. Fewer
+than 16 numbers are drawn in pairs, in float64.
 """
 
 import math
@@ -11,14 +11,14 @@ import numpy as np
 
 
 class TorchGenerator:
-    """A generator after `torch.manual_seed(seed)`."""
+    """PyTorch's generator after `torch.manual_seed(seed)`."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.RandomState(seed)._bit_generator
-        self._second: float | None = None  # of a pair
+        self._second: float | None = None  # the second number of a pair, if it is not used yet
 
     def randn(self, *shape: int) -> np.ndarray:
-        """Returns what `torch.randn(*shape)` does, up to rounding."""
+        """Returns the result of `torch.randn(*shape)`, up to rounding."""
         size = math.prod(shape)
         if size < 16:
             return np.array([self._single() for _ in range(size)], np.float32).reshape(shape)

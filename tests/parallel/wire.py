@@ -9,8 +9,9 @@ from lamb_tpu.cost import traffic
 def wire_bytes(compiled: Any) -> dict[str, int]:
     """Returns the bytes that one device sends, by HLO's name of the dtype: f32, bf16, u8, s32.
 
-    For n devices it is 2 (n - 1) / n of an all-reduce's operand, (n - 1) / n of an all-to-all's or
-    reduce-scatter's, and n - 1 times an all-gather's, see `traffic.Collective.sent_bytes`.
+    With n devices, an all-reduce sends 2 (n - 1) / n times the bytes of its operand, an all-to-all or
+    reduce-scatter (n - 1) / n times, and an all-gather n - 1 times, see
+    `traffic.Collective.sent_bytes`.
 
     >>> wire_bytes('''HloModule f, num_partitions=4
     ... ENTRY %main (x: u8[8]) -> u8[32] {
@@ -23,10 +24,10 @@ def wire_bytes(compiled: Any) -> dict[str, int]:
       compiled: `jit(f).lower(...).compile()`, or its text.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    found: collections.Counter[str] = collections.Counter()
+    actual: collections.Counter[str] = collections.Counter()
     for one in traffic.collectives(text):
-        # An operation of several arrays, such as a combined all-reduce, counts each in its dtype.
+        # An operation may have arrays of several dtypes, for example a combined all-reduce.
         for dtype in {array.dtype for array in one.arrays}:
             arrays = tuple(array for array in one.arrays if array.dtype == dtype)
-            found[dtype] += one.count * one._replace(arrays=arrays).sent_bytes
-    return dict(found)
+            actual[dtype] += one.count * one._replace(arrays=arrays).sent_bytes
+    return dict(actual)

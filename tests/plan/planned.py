@@ -1,5 +1,6 @@
-"""Plans that no compiler made, for tests of what is done with many of them."""
+"""Replaces the compiler with a function, for tests of searches over many plans."""
 
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -12,31 +13,53 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.plan import trials
 from lamb_tpu.plan.report import Plan
 from lamb_tpu.plan.totals import Input, Work
+from lamb_tpu.plan.variants import Variants
 from lamb_tpu.run import recipe
+from lamb_tpu.spec import Spec, parse
+from tests import tiny
 
+CONFIGS = tiny.ROOT / "configs"
 GIB = 2.0**30
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="no TPU compiler here"
+)
+
+
+def config_of(text: str) -> ConfigDict:
+    """Returns the config of a recipe in `CONFIGS`, such as 'digits.py:batch=64'."""
+    path, _, argument = text.partition(":")
+    return tiny.recipe_file(CONFIGS / path).get_config(argument)
+
+
+def variants(text: str, **changes: object) -> Variants:
+    """Returns the variants of a recipe with changed keys; '__' in a keyword means a dot in the key."""
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    return Variants(f"{CONFIGS}/{text}", parse(tiny.change(config_of(text), values)))
 
 
 def instead(
     monkeypatch: pytest.MonkeyPatch,
-    outcome: Callable[[ConfigDict, str], tuple[float, float] | str],
+    outcome: Callable[[Spec, str], tuple[float, float] | str],
     examples_there: int = 10**7,
-) -> list[ConfigDict]:
-    """Puts `outcome` in the place of the compiler; returns the configs, in the order of plans.
+) -> list[Spec]:
+    """Replaces the compiler with `outcome`; returns a list that receives each planned config.
 
-    It returns GiB and milliseconds of a step of a config on a slice, or why it is refused. A
-    device has 15.48 GiB.
+    Args:
+      monkeypatch: pytest's fixture.
+      outcome: maps a config and a slice to the GiB and milliseconds of a step, or to the problem of
+        the error that rejects the config. A device has 15.48 GiB.
+      examples_there: number of training examples.
     """
-    made: list[ConfigDict] = []
+    made: list[Spec] = []
 
-    def make_plan(config, name, waiting, examples, cache, gbps):
-        del examples, cache, gbps
+    def make_plan(config, name, waiting, cache=None):
+        del cache
         made.append(config)
-        found = outcome(config, name)
+        actual = outcome(config, name)
         with waiting("the compiler"):
-            if isinstance(found, str):
-                raise UserError(found)
-        gib, milliseconds = found
+            if isinstance(actual, str):
+                raise UserError("the step", problem=actual)
+        gib, milliseconds = actual
         slice_ = topology(name)
         fits = gib * GIB <= slice_.generation.usable
         times = tuple(

@@ -1,29 +1,27 @@
-"""The search for the largest batch that fits: which batches it plans, and what it says."""
+"""Search for the largest batch that fits: the planned batches and the report."""
 
 import pathlib
+from typing import Any
 
 import jax
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.plan.largest import MOST, Batches, search
 from lamb_tpu.plan.trials import Answer, Trials
 from lamb_tpu.plan.variants import Variants
+from lamb_tpu.spec import parse
 from tests import tiny
 from tests.plan import planned
+from tests.raising import rejected
 
-CONFIG = tiny.ROOT / "configs" / "digits.py"
+CONFIG = planned.CONFIGS / "digits.py"
 
 
 def variants(batch: int, **changes: object) -> Variants:
-    config = tiny.recipe_file(CONFIG).get_config(f"batch={batch}")
-    return Variants(
-        f"{CONFIG}:batch={batch}",
-        tiny.change(config, {key.replace("__", "."): value for key, value in changes.items()}),
-    )
+    return planned.variants(f"digits.py:batch={batch}", **changes)
 
 
-def found(of: Variants) -> Answer:
+def actual(of: Variants) -> Answer:
     batches = Batches(of, jax.devices())
     with Trials(MOST) as trials:
         return search(batches, of.config.batch_size, "v3-8", trials)
@@ -33,94 +31,78 @@ def test_doubling_and_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned.instead(
         monkeypatch, lambda config, _: (15.48 * config.batch_size / 1000, config.batch_size)
     )
-    answer = found(variants(128))
+    answer = actual(variants(128))
     assert [config.batch_size for config in made] == [128, 256, 512, 1024, 768, 896, 960]
-    # The learning rate of each is that of the recipe's own rule.
+    # The recipe sets the learning rate of each batch.
     assert made[0].optimizer == made[-1].optimizer
     assert answer.json["batch_size"] == 960
     lines = answer.text.splitlines()
-    assert lines[0].split() == [
-        "batch",
-        "fits",
-        "memory",
-        "ms",
-        "a",
-        "step",
-        "examples",
-        "a",
-        "second",
-    ]
+    assert tiny.unbroken(lines[0]) == "batch fits memory ms a step examples a second"
     assert lines[1] == "    128  yes   12.8 %  128 (122 to 141)                1,000"
     assert lines[-3] == "  1,024  no     102 %"
     assert tiny.unbroken("\n".join(lines[-2:])) == (
         "the largest batch that fits on v3-8: 960 (96 % of memory, 960 (912 to 1,056) ms a step); "
         "1,024 does not fit"
     )
-    assert [trial["batch_size"] for trial in answer.json["trials"]] == [
-        128,
-        256,
-        512,
-        768,
-        896,
-        960,
-        1024,
-    ]
+    batches = [trial["batch_size"] for trial in answer.json["trials"]]
+    assert batches == [128, 256, 512, 768, 896, 960, 1024]
 
 
-@pytest.mark.long
-def test_halving(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planned.instead(monkeypatch, lambda config, _: (config.batch_size / 10, 1))
-    answer = found(variants(1024))
-    assert [config.batch_size for config in made] == [1024, 512, 256, 128, 192, 160, 144]
-    assert answer.json["batch_size"] == 152 - 8 and "160 does not fit" in answer.text
-
-
-def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planned.instead(monkeypatch, lambda *_: (100, 1))
-    answer = found(variants(64))
-    assert [config.batch_size for config in made] == [64, 32, 16, 8]
-    assert answer.json["batch_size"] is None
-    assert answer.text.splitlines()[-1] == (
-        "no batch fits on v3-8, not even 8, the smallest that was tried"
-    )
-
-
-@pytest.mark.long
-def test_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planned.instead(monkeypatch, lambda *_: (1, 1))
-    answer = found(variants(8))
-    assert len(made) == 17 <= MOST and made[-1].batch_size == 8 * 2**16
-    assert answer.text.endswith("no larger one was tried")
+@pytest.mark.parametrize(
+    "gib, batches, largest, text",
+    [
+        pytest.param(
+            lambda batch: batch / 10,
+            [1024, 512, 256, 128, 192, 160, 144],
+            *(144, "160 does not fit"),
+            marks=pytest.mark.long,
+        ),
+        (lambda _: 100, [64, 32, 16, 8], None, "not even 8, the smallest that was tried"),
+        pytest.param(
+            lambda _: 1,
+            [8 * 2**power for power in range(17)],
+            *(8 * 2**16, "no larger batch was tried"),
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_searches(
+    monkeypatch: pytest.MonkeyPatch, gib: Any, batches: list[int], largest: int | None, text: str
+) -> None:
+    made = planned.instead(monkeypatch, lambda config, _: (gib(config.batch_size), 1))
+    answer = actual(variants(batches[0]))
+    assert [config.batch_size for config in made] == batches and len(made) <= MOST
+    assert answer.json["batch_size"] == largest and answer.text.endswith(text)
 
 
 def test_a_run_without_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where larger batches are refused, the search ends as if they did not fit."""
+    """If larger batches are rejected, the search ends as if they did not fit."""
     planned.instead(
-        monkeypatch, lambda config, _: (1, 1) if config.batch_size < 200 else "not one update"
+        monkeypatch, lambda config, _: (1, 1) if config.batch_size < 200 else "has no update"
     )
-    answer = found(variants(128))
+    answer = actual(variants(128))
     assert answer.json["batch_size"] == 192
-    assert "\n    256  refused: not one update\n" in answer.text
-    assert answer.text.endswith("208 is refused")
+    assert "\n    256  rejected: the step has no update\n" in answer.text
+    assert answer.text.endswith("208 is rejected")
 
 
-def test_the_config_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned.instead(monkeypatch, lambda *_: "no --examples")
-    with pytest.raises(UserError, match="^no --examples$"):
-        found(variants(128))
+def test_a_rejected_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned.instead(monkeypatch, lambda *_: "fails")
+    with rejected("the step", problem="fails"):
+        actual(variants(128))
 
 
 @pytest.mark.long
-def test_what_devices_microbatches_and_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is rounded to what divides, and groups of BatchNorm stay whole."""
+def test_allowed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is rounded to one that the devices, microbatches and BatchNorm groups allow."""
     planned.instead(monkeypatch, lambda *_: (1, 1))
-    answer = found(variants(20, accumulation_steps=2))
+    answer = actual(variants(20, accumulation_steps=2))
     assert [trial["batch_size"] for trial in answer.json["trials"]][:3] == [16, 32, 64]
-    assert "the config's own batch, 20, is refused on v3-8; the search began at 16" in answer.text
-    # On 8 devices a group of 24 holds 1, 2, 3 or more parts of 24, 12, 8, 6 ... examples.
+    assert "the config's batch, 20, is rejected on v3-8; the search began at 16" in answer.text
+    # On 8 devices a group of 24 examples spans 1, 2, 3, 4 ... devices with 24, 12, 8, 6 ... examples each.
     grouped = variants(192, model__batch_norm=True, model__group_size=24)
     batches = Batches(grouped, jax.devices())
-    allowed = [batch for batch in range(24, 400, 24) if not batches.refusal(batch)]
+    allowed = [batch for batch in range(24, 400, 24) if not batches.rejection(batch)]
     assert allowed == [24, 48, 96, 192, 384]
     assert batches.nearest(100, 96, 400) == 192 and batches.nearest(100, 96, 192) is None
 
@@ -130,14 +112,16 @@ def test_pairs_stay_whole() -> None:
     assert batches.nearest(41, 0, 1e9) == 48 and batches.nearest(17, 0, 1e9) == 16
 
 
-def test_no_batch_at_all() -> None:
+def test_no_allowed_batch() -> None:
     of = variants(128, model__batch_norm=True, model__group_size=0)
-    with pytest.raises(UserError, match="group_size must be None or a whole number"):
+    with rejected("config.model.group_size", 0, "is out of range", "use None or"):
         search(Batches(of, jax.devices()), 128, "v3-8", Trials(MOST))
 
 
-def test_the_recipes_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """A recipe that knows some batches only is asked for no other."""
+def test_a_recipe_with_some_batches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """If a recipe accepts only some batches, only these are planned."""
     file = tmp_path / "rows.py"
     file.write_text(
         "from lamb_tpu.config import check_argument, parse_argument\n"
@@ -148,8 +132,11 @@ def test_the_recipes_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
         "    return DIGITS(f'batch={arg.batch}')\n"
     )
     made = planned.instead(monkeypatch, lambda *_: (1, 1))
-    config = tiny.recipe_file(file).get_config()
-    answer = found(Variants(str(file), config))
+    config = parse(tiny.recipe_file(file).get_config())
+    answer = actual(Variants(str(file), config))
     assert [each.batch_size for each in made] == [64, 128, 256]
-    assert "512 is refused: the config's argument batch=512 is unknown; known: 64," in answer.text
+    assert (
+        "512 is rejected: the config's argument batch is 512, which is unknown; use 64,"
+        in answer.text
+    )
     assert answer.json["batch_size"] == 256

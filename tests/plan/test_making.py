@@ -1,7 +1,4 @@
-"""Runs that are only planned: prepared without their data sets, and compiled."""
-
-import doctest
-import importlib.util
+"""Plans of single runs, prepared without data sets and compiled."""
 
 import pytest
 from ml_collections import ConfigDict
@@ -11,6 +8,8 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.plan import guard, making
 from lamb_tpu.run.build import prepare
 from tests import tiny
+from tests.plan.planned import config_of, needs_compiler
+from tests.raising import rejected
 
 
 @pytest.mark.long
@@ -30,43 +29,32 @@ from tests import tiny
 def test_no_data_set_is_needed(
     monkeypatch: pytest.MonkeyPatch, recipe: str, changes: dict[str, int], examples: int | None
 ) -> None:
-    monkeypatch.setattr(registry, "load", None)  # no file is looked for
-    path, _, argument = recipe.partition(":")
-    config = tiny.recipe_file(tiny.ROOT / "configs" / path).get_config(argument)
+    monkeypatch.setattr(registry, "load", None)  # loading any data set would fail
+    config = config_of(recipe)
     run = prepare(tiny.change(config, changes), None, load=making.loader(config, None))
     assert run.recipe.total_steps > 100
     assert run.train_set.counted == (examples is not None)
     assert run.recipe.num_examples == (examples or 10**6)
 
 
-def test_durations_that_need_the_number_of_examples() -> None:
-    config = tiny.recipe_file(tiny.ROOT / "configs" / "bert_pretrain.py").get_config(
-        "size=tiny,phase=1"
-    )
+def test_durations_in_epochs_need_examples() -> None:
+    config = config_of("bert_pretrain.py:size=tiny,phase=1")
     tiny.change(config, {"batch_size": 64, "checkpoint.every": "1 epochs"})
-    with pytest.raises(UserError, match="config.checkpoint.every is '1 epochs', and the number of"):
+    with pytest.raises(UserError, match="because config.checkpoint.every is '1 epochs'; give --ex"):
         prepare(config, None, load=making.loader(config, None))
     assert prepare(config, None, load=making.loader(config, 640)).recipe.checkpoint_every == 10
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@needs_compiler
 def test_a_program_on_which_the_compiler_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class All(set[str]):
-        def __contains__(self, key: object) -> bool:
-            return True
-
-    monkeypatch.setattr(guard, "crashed", All())
-    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
-    with pytest.raises(UserError, match="^the TPU compiler crashes on this step for v5e-4$"):
-        making.make_plan(config, "v5e-4")
+    monkeypatch.setattr(making, "key_of", lambda *_: "k")
+    monkeypatch.setattr(guard, "crashed", {"k"})
+    with rejected("the training step for v5e-4", problem="crashes the TPU compiler"):
+        making.make_plan(config_of("digits.py:batch=64"), "v5e-4")
 
 
-def test_a_batch_that_changes_is_refused() -> None:
-    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=64")
+def test_a_changing_batch_is_rejected() -> None:
+    config = config_of("digits.py:batch=64")
     config.batch_rule = ConfigDict({"name": "ramp", "points": ((0, 64), (1280, 128))})
-    with pytest.raises(UserError, match="'ramp', and this plan is of one batch size; leave config"):
+    with rejected("config.batch_rule.name", "ramp", "changes the batch", "leave config.batch_rule"):
         making.make_plan(config, "v5e-4")
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(making) == (0, 5)

@@ -1,9 +1,11 @@
-"""The page of a plan: complete in itself, with its pictures, kernels and collectives."""
+"""The page of a plan: self-contained, with figures, kernels and collectives."""
 
 import dataclasses
 import html.parser
+import os
 import pathlib
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -11,37 +13,33 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.plan import page
 from lamb_tpu.plan.page import check_page, write_page
 from tests.cost.test_hosts import fabric
+from tests.cost.test_operations import program
 from tests.plan.test_report import plan
+from tests.raising import rejected
 
-PROGRAM = """HloModule f, is_scheduled=true
+PROGRAM = program().text.replace("linen", "<linen>")
 
-FileNames
-1 "/x/<model>.py"
 
-FunctionNames
-1 "f"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=62 end_line=62 column=41 end_column=41}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-%g (p: f32[8]) -> f32[8] {
-  %p = f32[8] parameter(0)
-  ROOT %c = f32[8] convolution(%p, %p)
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8] parameter(0)
-  ROOT %a = f32[8] fusion(%x), calls=%g, metadata={op_name="jit(train_step)/m/dot" \
-stack_frame_id=1}, backend_config={"estimated_cycles":"94000000"}
-}
-"""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.mkdir(),
+        os.mkfifo,
+        lambda path: path.symlink_to("nowhere/a.html"),
+        lambda path: path.symlink_to("/dev/full"),
+        lambda path: path.symlink_to(path),
+    ],
+)
+def test_a_page_that_cannot_be_written(
+    make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path
+) -> None:
+    make(tmp_path / "a.html")
+    with pytest.raises(UserError, match="^--html .*/a.html (cannot be written|is a )"):
+        check_page(str(tmp_path / "a.html"))
 
 
 class Tags(html.parser.HTMLParser):
-    """Collects the tags and the addresses of a page."""
+    """Collects the tags and the links of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,19 +55,19 @@ def test_a_page(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "plan.html"
     write_page([("", plan(program=PROGRAM))], path)
     text = path.read_text()
-    found = Tags(text)
-    # Nothing is fetched: links lead to parts of the page's own pictures.
-    assert all(link.startswith("#") for link in found.links)
-    assert "script" not in found.tags and found.tags.count("svg") == 3
+    actual = Tags(text)
+    # Nothing is fetched: all links refer to elements of the inline figures.
+    assert all(link.startswith("#") for link in actual.links)
+    assert "script" not in actual.tags and actual.tags.count("svg") == 3
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert not re.search(r'<svg[^>]* (?:width|height)="', text)
     assert "fits (32 % of memory); 7,038 updates" in text
-    assert "m/dot" in text and "/x/&lt;model&gt;.py:62" in text
+    assert "jvp(N)/dot_general" in text and "flax/&lt;linen&gt;/linear.py:7" in text
     assert "matrix products and convolutions" in text
     assert "x ring of 32, y ring of 32" in text and "Strategy" in text
     assert "<th>a step</th><td>120 ms (110 to 150)</td>" in text
-    assert "<th>validated</th><td>the interval covered 19 of 21 runs of programs left out" in text
-    # The same plan makes the same page.
+    assert "<th>validated</th><td>the interval covered 19 of 21 runs if their program is" in text
+    # The page is deterministic.
     write_page([("", plan(program=PROGRAM))], tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text
 
@@ -84,10 +82,10 @@ def test_hosts_with_slow_links(tmp_path: pathlib.Path) -> None:
     )
     write_page([("", slow)], tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
-    assert "one link of 10 Gb/s each way for the 8 devices of each" in text
+    assert "the 8 devices of each share one link of 10 Gb/s in each direction" in text
     assert "the computation, 83% of a step" in text
     assert "x ring of 32, y ring of 32, 4 hosts" in text
-    # The time between hosts is on no axis of the torus.
+    # The time between hosts is not counted for any axis of the torus.
     assert "x: not used" in text.replace("<!-- ", "").replace(" -->", "")
 
 
@@ -117,7 +115,7 @@ def test_time_along_the_axes() -> None:
 
 
 @pytest.mark.parametrize("name", ["plan.txt", "missing/plan.html"])
-def test_where_a_page_may_lie(tmp_path: pathlib.Path, name: str) -> None:
+def test_check_page(tmp_path: pathlib.Path, name: str) -> None:
     assert check_page(str(tmp_path / "plan.html")) == tmp_path / "plan.html"
-    with pytest.raises(UserError, match="must be a .html file in a folder that exists"):
+    with rejected("--html", problem="is not a .html file in an existing folder"):
         check_page(str(tmp_path / name))

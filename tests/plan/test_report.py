@@ -1,7 +1,6 @@
-"""The text and files of a plan; nothing is compiled."""
+"""Text and JSON of a plan that is written by hand."""
 
 import dataclasses
-import doctest
 import json
 from typing import Any
 
@@ -14,12 +13,11 @@ from lamb_tpu.cost.network import Axis, Calibration, Route, Validation
 from lamb_tpu.cost.timeline import Event, Timeline
 from lamb_tpu.cost.topology import topology
 from lamb_tpu.cost.traffic import Collective
-from lamb_tpu.plan import report
 from lamb_tpu.plan.report import Memory, Plan, Traffic, decision
 from lamb_tpu.plan.totals import Input, Work
 from tests import tiny
 from tests.cost.test_hosts import EVERYBODY, fabric
-from tests.plan.test_main import needs_compiler
+from tests.plan.planned import needs_compiler
 
 
 def times(exposed: float) -> Timeline:
@@ -54,7 +52,15 @@ def plan(**changes: Any) -> Plan:
         ),
         "collectives": (
             Traffic(
-                traffic.Row("all-reduce", 2048, "bf16", 7, 2**29, 2**29, 2**30),
+                traffic.TrafficRow(
+                    kind="all-reduce",
+                    group_size=2048,
+                    dtype="bf16",
+                    count=7,
+                    operand_bytes=2**29,
+                    result_bytes=2**29,
+                    sent_bytes=2**30,
+                ),
                 0.025,
                 0.02,
                 ROUTE,
@@ -66,7 +72,7 @@ def plan(**changes: Any) -> Plan:
 
 
 @needs_compiler
-def test_what_the_terminal_shows() -> None:
+def test_text() -> None:
     lines = plan().describe().splitlines()
     assert lines[:2] == [
         "v3-2048: 2,048 devices on 256 host(s), mesh data=64, fsdp=32, collectives by",
@@ -79,22 +85,22 @@ def test_what_the_terminal_shows() -> None:
         "time: 100 ms without the network, by the compiler's estimate (94,000,000 cycles",
         "    at 940 MHz)",
         "runs: 1.00 (1.00 to 1.00) times that estimate, by a fit to 21 runs",
-        "validated: the interval covered 19 of 21 runs of programs left out of the fit,",
-        "    and of generations left out 5 of 7 runs on v4; median error 10 % (at most 40",
-        "    %) for a program left out, 1 % (at most 20 %) with other runs of the program",
-        "    in the fit",
-        "network: 20 ms (10 to 50), and 0 ms behind computation; a step takes 120 ms (110",
-        "    to 150)",
+        "validated: the interval covered 19 of 21 runs if their program is left out of",
+        "    the fit, and if their TPU generation is left out, 5 of 7 runs on v4; median",
+        "    error 10 % (at most 40 %) if the program is left out, 1 % (at most 20 %)",
+        "    with other runs of it in the fit",
+        "network: 20 ms (10 to 50), and 0 ms hidden by computation; a step takes 120 ms",
+        "    (110 to 150)",
         "limit: the computation, 83% of a step",
-        "arithmetic: 2.89e+12 operations of matrix products, 47.0% of the bfloat16 peak",
+        "arithmetic: 2.89e+12 operations in matrix products, 47.0% of the bfloat16 peak",
         "    in that time",
-        "model FLOPs: 2.46e+12 of a device, MFU 40.0% without the network",
-        "input: 2,133 sequences (273,067 tokens) a second and host, 0.078 cores at 27,412",
-        "    a core (a page)",
+        "model FLOPs: 2.46e+12 per device, MFU 40.0% without the network",
+        "input: 2,133 sequences (273,067 tokens) per second and host, 0.078 CPU cores at",
+        "    27,412 per core (a page)",
         "left out: start-up, compiling on the pod (63 s here), checkpoints, and waiting",
         "    for the slowest chip",
-        "collectives, of one device in one step:",
-        "  kind        among  dtype  count  puts in  sends  ms  along",
+        "collectives of one device in one step:",
+        "  type        among  dtype  count  operand  sends  ms  along",
         "  all-reduce  2,048  bf16       7  512 MiB  1 GiB  25  x32 y32",
         "fits (32 % of memory); 7,038 updates, 12 min of compute and 1.2 to 5.9 min of",
         "    network; 0.51 s of evaluation; 240 chip-hours",
@@ -104,7 +110,7 @@ def test_what_the_terminal_shows() -> None:
     assert plan(leaves=leaves).as_json()["leaves"] == leaves
     unknown = plan(cycles=None, flops=None, times=None, collectives=None, notes=("the loop %w",))
     assert unknown.describe().splitlines()[5:] == [
-        "model FLOPs: 2.46e+12 of a device",
+        "model FLOPs: 2.46e+12 per device",
         "not known: the loop %w",
         "fits (32 % of memory)",
     ]
@@ -118,28 +124,31 @@ def test_hosts_with_slow_links() -> None:
     slow = Timeline(0.1, 0.3, (Event("x", packed, "", "", 0.3, 0.3),))
     text = tiny.unbroken(plan(times=(slow,) * 3, network=fabric(10)).describe())
     assert (
-        "hosts: one link of 10 Gb/s each way for the 8 devices of each, which carries 12 MiB a step"
+        "hosts: the 8 devices of each share one link of 10 Gb/s in each direction, which carries "
+        "12 MiB per step"
     ) in text
-    assert "sends: 1.938 MiB of a device a step: u8 1.938 MiB" in text
+    assert "sends: 1.938 MiB from each device per step: u8 1.938 MiB" in text
     assert "limit: the network between hosts, 75% of a step" in text
-    found = plan(times=(slow,) * 3, network=fabric(10)).as_json()
-    assert found["sent_bytes"] == {"u8": 2 * 31 * 2**15} and found["host_devices"] == 8
+    actual = plan(times=(slow,) * 3, network=fabric(10)).as_json()
+    assert actual["sent_bytes"] == {"u8": 2 * 31 * 2**15} and actual["host_devices"] == 8
 
 
 @needs_compiler
 def test_json() -> None:
-    found = json.loads(json.dumps(plan().as_json()))
-    assert found["step_milliseconds"] == pytest.approx([110, 120, 150])
-    assert found["mfu"] == pytest.approx(found["mfu_without_network"] * 100 / 120)
-    [row] = found["collectives"]
+    actual = json.loads(json.dumps(plan().as_json()))
+    assert actual["step_milliseconds"] == pytest.approx([110, 120, 150])
+    assert actual["mfu"] == pytest.approx(actual["mfu_without_network"] * 100 / 120)
+    [row] = actual["collectives"]
     assert row["route"] == "x ring of 32, y ring of 32" and row["algorithm"] == "Strategy"
-    assert found["run"]["seconds"][1] == pytest.approx(
-        7038 * 0.12 + found["run"]["evaluation_seconds"]
+    assert actual["run"]["seconds"][1] == pytest.approx(
+        7038 * 0.12 + actual["run"]["evaluation_seconds"]
     )
 
 
-def test_the_line_that_decides() -> None:
-    assert decision([plan(other_batch=131_072)]).endswith("; the next batch that fits: 131,072")
+def test_decision() -> None:
+    assert decision([plan(other_batch=131_072)]).endswith(
+        "; the next larger batch that fits: 131,072"
+    )
     small = plan(work=WORK._replace(updates=1561, eval_examples=None), needed=7.74 * 2**30)
     assert decision([plan(), small]) == (
         "fits (50 % of memory); 8,599 updates, 14 min of compute and 1.4 to 7.2 min of network; "
@@ -151,9 +160,5 @@ def test_the_line_that_decides() -> None:
     )
     smaller = dataclasses.replace(crowded, needed=None, other_batch=512)
     assert decision([smaller]) == (
-        "DOES NOT FIT: a device has 15.48 GiB; the next batch that fits: 512"
+        "DOES NOT FIT: a device has 15.48 GiB; the next smaller batch that fits: 512"
     )
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(report) == (0, 1)

@@ -1,4 +1,4 @@
-"""What a step sends, and what limits it; nothing is compiled."""
+"""Bytes that a step sends, and its bottleneck, for schedules that are written by hand."""
 
 from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.timeline import Event, Timeline
@@ -21,8 +21,8 @@ def schedule(compute: float, *events: Event) -> Timeline:
 
 
 def test_bytes_by_dtype() -> None:
-    found = sending.as_json(schedule(1.0, PACKED, INSIDE), fabric(25))
-    assert found == {
+    actual = sending.as_json(schedule(1.0, PACKED, INSIDE), fabric(25))
+    assert actual == {
         "sent_bytes": {"u8": 2 * 3100, "f32": 4 * 70},
         "limited_by": "computation",
         "network_gbps": 25,
@@ -31,15 +31,15 @@ def test_bytes_by_dtype() -> None:
     }
 
 
-def test_what_limits() -> None:
+def test_limit() -> None:
     assert sending.limit(schedule(0.6, PACKED, INSIDE), fabric()) == "computation"
-    # More of the wait is within hosts.
+    # Most of the waiting time is within hosts.
     assert sending.limit(schedule(0.1, PACKED, INSIDE), fabric()) == "network"
     assert sending.limit(schedule(0.1, PACKED), fabric()) == "network between hosts"
     assert sending.limit(schedule(0.1, PACKED), None) == "network"
 
 
-def test_nothing_is_known() -> None:
+def test_unknown_schedule() -> None:
     assert set(sending.as_json(None, None).values()) == {None}
-    found = sending.as_json(schedule(1.0, INSIDE), None)
-    assert found["sent_bytes"] == {"f32": 280} and found["network_gbps"] is None
+    actual = sending.as_json(schedule(1.0, INSIDE), None)
+    assert actual["sent_bytes"] == {"f32": 280} and actual["network_gbps"] is None

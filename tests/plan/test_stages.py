@@ -1,7 +1,8 @@
-"""Stages of an exchange: their names and sums, and a plan that compiles each."""
+"""Stages of an exchange: names, sums, and a plan that compiles each stage."""
 
-import importlib.util
+import types
 
+import optax
 import pytest
 from ml_collections import ConfigDict
 
@@ -12,8 +13,9 @@ from lamb_tpu.parallel.exchange.cast import Cast
 from lamb_tpu.parallel.exchange.dgc import DGC
 from lamb_tpu.parallel.step import Stage
 from lamb_tpu.plan import making, stages
-from lamb_tpu.plan.stages import Row
+from lamb_tpu.plan.stages import StageRow
 from tests import tiny
+from tests.plan.planned import config_of, needs_compiler
 
 AXES = ("data",)
 
@@ -24,7 +26,17 @@ def times(compute: float, exposed: float, size: int) -> tuple[Timeline, ...]:
     return tuple(Timeline(compute, factor * exposed, (event,)) for factor in (0.5, 1, 2))
 
 
-def test_names_say_what_differs() -> None:
+def test_one_stage_of_many_updates_is_not_counted() -> None:
+    run = types.SimpleNamespace(
+        exchange=None,
+        tx=optax.sgd(0.1),
+        stage=lambda update: Stage(),
+        recipe=types.SimpleNamespace(total_steps=10**15),
+    )
+    assert stages.stages_of(run) == {Stage(): (0, 10**15)}  # type: ignore[arg-type]
+
+
+def test_names() -> None:
     sparse = [Stage(DGC(AXES, 8, ratio=ratio)) for ratio in (0.25, 1 / 3000)]
     assert stages.names(sparse) == ["DGC, ratio=0.25", "DGC, ratio=0.0003333"]
     assert stages.names([Stage(Cast(AXES, 8)), sparse[0]]) == ["Cast", "DGC"]
@@ -39,11 +51,11 @@ def test_sums_over_stages() -> None:
         stages.row("dense", 10, times(1.0, 2.0, 100)),
         stages.row("packed", 90, times(3.0, 0.5, 10)),
     ]
-    assert rows[1] == Row("packed", 90, (3.0,) * 3, (0.25, 0.5, 1.0), {"u8": 20})
-    found = stages.seconds(rows)
-    assert found is not None
-    assert found[0] == (280.0,) * 3
-    assert found[1] == pytest.approx((10 + 22.5, 20 + 45, 40 + 90))
+    assert rows[1] == StageRow("packed", 90, (3.0,) * 3, (0.25, 0.5, 1.0), {"u8": 20})
+    actual = stages.seconds(rows)
+    assert actual is not None
+    assert actual[0] == (280.0,) * 3
+    assert actual[1] == pytest.approx((10 + 22.5, 20 + 45, 40 + 90))
     unknown = stages.row("other", 5, None)
     assert stages.seconds([*rows, unknown]) is None
     text = stages.describe([*rows, unknown])
@@ -56,12 +68,11 @@ def test_sums_over_stages() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@needs_compiler
 def test_a_plan_of_several_stages() -> None:
-    """DGC with a warm-up of one sparsity, between hosts with 10 Gb/s."""
-    config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config("batch=256")
-    tiny.change(
-        config,
+    """Plans DGC with a warm-up of one stage, and 10 Gb/s between hosts."""
+    config = tiny.change(
+        config_of("digits.py:batch=256"),
         {
             "parallel.backend": "shard_map",
             "optimizer.b1": 0.0,
@@ -71,19 +82,19 @@ def test_a_plan_of_several_stages() -> None:
             ),
         },
     )
-    told: list[str] = []
+    output: list[str] = []
 
     def waiting(text: str):
-        told.append(text)
+        output.append(text)
         return making.contextlib.nullcontext()
 
     plan = making.make_plan(config, "v3-32", waiting, gbps=10.0)
-    assert len(told) == 2
+    assert len(output) == 2
     assert [row.updates for row in plan.stages] == [4, 16]
     assert [row.name for row in plan.stages] == ["DGC, ratio=0.1", "DGC, ratio=0.01"]
     sent = [sum(row.sent.values()) for row in plan.stages if row.sent]
     assert sent[0] > sent[1]
-    # The plan is of the last stage, and the totals are of all.
+    # The plan describes the last stage; the totals cover all stages.
     assert plan.times is not None and plan.totals is not None and plan.step_seconds is not None
     assert plan.stages[1].compute == tuple(each.compute for each in plan.times)
     middle = [row.compute[1] + row.network[1] for row in plan.stages if row.compute and row.network]

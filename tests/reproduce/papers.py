@@ -1,10 +1,12 @@
-"""A folder of papers with one small table of runs on the embedded digits."""
+"""A papers folder with one small table; its runs train on the bundled digits data set."""
 
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
-from lamb_tpu.reproduce.engine import Place
+from lamb_tpu.reproduce.engine import RunSetup, Take
+from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.loading import load_all
 from lamb_tpu.reproduce.tables import Table
 
@@ -27,6 +29,26 @@ seeds = 2
 """
 
 
+TUNED = (
+    TABLE
+    + """
+[tuning]
+key = "optimizer.learning_rate"
+factors = [0.5, 1, 2]
+overrides = {"data.train_split" = "train[:80%]"}
+seeds = 2
+"""
+)
+
+
+def with_keys(text: str = TABLE, **keys: str) -> str:
+    """Adds keys to cells of the table; `lamb='row = "a"'` adds a row to the cell lamb."""
+    for cell, more in keys.items():
+        assert f'name = "{cell}"' in text
+        text = text.replace(f'name = "{cell}"', f'name = "{cell}", {more}')
+    return text
+
+
 def write(folder: pathlib.Path, table: str = TABLE, name: str = "digits") -> Table:
     """Writes the paper 'small' with a table and returns the table."""
     paper = folder / "small"
@@ -36,13 +58,19 @@ def write(folder: pathlib.Path, table: str = TABLE, name: str = "digits") -> Tab
     return load_all(folder)[f"small/{name}"]
 
 
-def place(folder: pathlib.Path) -> Place:
-    """Returns folders for runs without data of their own."""
-    return Place(folder / "runs", None)
+def setup(folder: pathlib.Path) -> RunSetup:
+    """Returns folders for runs without data sets."""
+    return RunSetup(folder / "runs", None)
+
+
+def taking(jobs: Iterable[Job]) -> Take:
+    """Returns a `take` function that returns one job after another."""
+    waiting = iter(jobs)
+    return lambda: next((([job], None) for job in waiting), None)
 
 
 def record(cell: str, seed: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
-    """Returns a record as a run leaves it."""
+    """Returns the record of a run."""
     return {
         "cell": cell,
         "scale": "small",
@@ -56,7 +84,7 @@ def record(cell: str, seed: int, accuracy: float | None, **more: Any) -> dict[st
         "batch": 128,
         "optimizer": cell,
         "learning_rate": 0.01,
-        "config": "",
+        "config": "0" * 12,
         "device": "cpu",
         "devices": 1,
         "cores": 2,

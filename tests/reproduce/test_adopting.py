@@ -1,5 +1,6 @@
-"""A finished run made elsewhere finds its cell; another run is refused in one sentence."""
+"""A finished run from another machine is matched to its cell, or rejected with an error."""
 
+import json
 import pathlib
 import shutil
 
@@ -11,11 +12,13 @@ from lamb_tpu.reproduce.engine import Finished
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
-from tests.reproduce.papers import TABLE, place, write
+from tests.raising import rejected
+from tests.reproduce.papers import TABLE, setup, write
+from tests.store.test_runs import fake
 
 
 def run(tmp_path: pathlib.Path, table: Table, cell: str = "adamw", seed: int = 7) -> pathlib.Path:
-    engine.execute(Job(table, table.scales["small"], table.cells[cell], seed), place(tmp_path))
+    engine.execute(Job(table, table.scales["small"], table.cells[cell], seed), setup(tmp_path))
     (folder,) = (tmp_path / "runs" / "small" / "digits").iterdir()
     return folder.rename(tmp_path / "elsewhere")
 
@@ -28,6 +31,17 @@ def test_adopt(tmp_path: pathlib.Path) -> None:
     assert Results(table).holds(finished.job)
 
 
+def test_a_run_whose_batch_changes(tmp_path: pathlib.Path) -> None:
+    rule = '"batch_rule.name" = "ramp", "batch_rule.points" = [[0, 64], [1000, 256]]'
+    text = TABLE.replace("digits:batch=128", "digits:batch=64").replace(
+        'duration = "4 steps"', f'duration = "60 steps", accumulation_steps = 4, {rule}'
+    )
+    table = write(tmp_path, text)
+    record = adopting.find({table.key: table}, run(tmp_path, table)).record
+    # As many examples as 60 updates of 64, but only 27 updates, because the batch grows.
+    assert (record["updates"], record["examples"]) == (27, 60 * 64)
+
+
 def test_a_run_on_a_tpu_can_join_the_calibration(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +50,7 @@ def test_a_run_on_a_tpu_can_join_the_calibration(
     monkeypatch.setattr(Results, "add", lambda *arguments: None)
     for device, lines in (("cpu", 1), ("TPU v4", 2)):
         finished = Finished(job, {"device": device}, [])
-        monkeypatch.setattr(adopting, "find", lambda *arguments, found=finished: found)
+        monkeypatch.setattr(adopting, "find", lambda *arguments, actual=finished: actual)
         printed = adopting.take({table.key: table}, tmp_path)
         assert len(printed) == lines
     assert "python -m experiments.plan --add=WORKDIR" in printed[1]
@@ -44,18 +58,16 @@ def test_a_run_on_a_tpu_can_join_the_calibration(
 
 @pytest.mark.long
 def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
-    table = write(
-        tmp_path,
-        TABLE.replace(
-            'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
-        ),
+    text = TABLE.replace(
+        'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
     )
+    table = write(tmp_path, text)
     folder = run(tmp_path, table)
-    # The first stage is found beside the last, although it is not where it was.
-    found = adopting.find({table.key: table}, folder / "stage_2")
-    assert found.job.cell.name == "adamw" and len(found.configs) == 2
+    # The workdir of the first stage was moved, but it is still beside that of the last stage.
+    actual = adopting.find({table.key: table}, folder / "stage_2")
+    assert actual.job.cell.name == "adamw" and len(actual.configs) == 2
     shutil.rmtree(folder / "stage_1")
-    with pytest.raises(UserError, match="began with the weights of .*stage_1, which is not there"):
+    with rejected(folder / "stage_2", ..., "stage_1, which does not exist", "copy that run to"):
         adopting.find({table.key: table}, folder / "stage_2")
 
 
@@ -72,23 +84,41 @@ def test_a_run_may_end_at_its_target(tmp_path: pathlib.Path) -> None:
     assert finished.record["updates"] < 9
 
 
-def test_refused(tmp_path: pathlib.Path) -> None:
+def test_rejected(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, write(tmp_path))
     table = write(tmp_path, TABLE.replace("4 steps", "5 steps"))
-    with pytest.raises(
-        UserError,
-        match=(
-            "is of no table; the nearest is small/digits, adamw-small, from which it differs in "
-            "duration: '4 steps' there, '5 steps' now"
-        ),
-    ):
+    changed = "this run, 'now' is the table): duration: '4 steps' there, '5 steps' now"
+    nearest = "the nearest cell, adamw-small of small/digits, has another config ('there' is "
+    with rejected(folder, ..., f"matches no table: {nearest}{changed}"):
         adopting.find({table.key: table}, folder)
     table = write(tmp_path)
     metrics = folder / "metrics.jsonl"
     metrics.write_text(
         "".join(line for line in metrics.read_text().splitlines(True) if '"eval"' not in line)
     )
-    with pytest.raises(UserError, match="no evaluation at its end; let it finish"):
+    with rejected(folder, ..., "no evaluation at its end", "let it finish"):
         adopting.find({table.key: table}, folder)
     with pytest.raises(UserError, match="holds no run"):
         adopting.find({table.key: table}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key, value, remedy",
+    [
+        ("seed", [0], "use the type int"),
+        ("init_from", 5, "use the type str"),
+        ("model.name", None, "use the type str"),
+        ("batch_size", 10**30, "use at most"),
+        ("made", [{"up": [10**400]}], "use at most"),
+    ],
+)
+def test_every_value_of_a_stored_config_is_checked(
+    tmp_path: pathlib.Path, key: str, value: object, remedy: str
+) -> None:
+    table = write(tmp_path)
+    fake(tmp_path / "run", [0.5])
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    named = f"{config}: {key}" + "[1]" * (key == "made")
+    with rejected(named, ..., "is not valid", remedy):
+        adopting.take({table.key: table}, tmp_path / "run")

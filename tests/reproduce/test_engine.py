@@ -6,18 +6,41 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from msgspec.structs import replace
 
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import engine
-from lamb_tpu.reproduce.engine import Place
+from lamb_tpu.reproduce.engine import RunSetup
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.summary import summaries
 from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.store.metrics import read_records
-from tests.reproduce.papers import TABLE, place, write
-from tests.reproduce.test_jobs import TUNED
-from tests.reproduce.test_results import add
+from tests.raising import rejected
+from tests.reproduce.papers import TABLE, TUNED, setup, taking, with_keys, write
+from tests.reproduce.test_results import add, job_of
+
+
+def test_seeds_together(tmp_path: pathlib.Path) -> None:
+    """Runs that share one program have the same records as single runs, except for the times."""
+    table = write(tmp_path)
+    jobs = [job for job in due(table, 2) if job.cell.name == "lamb"]
+    assert engine.can_share(jobs[0]) and [job.seed for job in jobs] == [0, 1]
+    actual = engine.execute_together(jobs, setup(tmp_path))
+    for job, finished in zip(jobs, actual, strict=True):
+        alone = engine.execute(job, RunSetup(tmp_path / "alone", None))
+        assert finished.record.pop("together") == 2
+        del finished.record["seconds"], alone.record["seconds"]
+        assert finished == alone
+
+
+def test_runs_whose_host_adds_microbatches_are_trained_one_by_one(tmp_path: pathlib.Path) -> None:
+    counted = TABLE.replace(
+        "overrides = {",
+        'overrides = {"batch_rule.name" = "ramp", "batch_rule.points" = [[0, 128]], ',
+    )
+    table = write(tmp_path, counted)
+    assert not engine.can_share(due(table)[0])
 
 
 def due(table: Table, seeds: int = 1) -> list[Job]:
@@ -27,35 +50,33 @@ def due(table: Table, seeds: int = 1) -> list[Job]:
 
 def test_run(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
-    results, told = Results(table), []
+    results = Results(table)
     assert [job.name for job in due(table)] == ["lamb-small-seed0", "adamw-small-seed0"]
 
-    def done(finished: engine.Finished) -> None:
-        results.add(finished.record, finished.configs)
-
-    engine.run_one_by_one(due(table), place(tmp_path), lambda job: told.append(job.name), done)
-    assert told == ["lamb-small-seed0", "adamw-small-seed0"] and due(table) == []
+    engine.run_one_by_one(
+        taking(due(table)),
+        setup(tmp_path),
+        lambda finished: results.add(finished.record, finished.configs),
+    )
+    assert due(table) == []
     assert [job.name for job in due(table, 2)] == ["lamb-small-seed1", "adamw-small-seed1"]
     (folder,) = (tmp_path / "runs" / "small" / "digits").glob("lamb-small-seed0-*")
-    found = next(record for record in results if record["cell"] == "lamb")
+    actual = next(record for record in results if record["cell"] == "lamb")
     last = read_records(folder / "metrics.jsonl", "eval")[-1]
-    assert found["values"] == {key: last[key] for key in ("accuracy", "loss")}
-    assert found["updates"] == 4 and found["batch"] == 128 and found["optimizer"] == "lamb"
-    assert found["evaluations"][-1] == [round(last["epoch"], 4), round(last["accuracy"], 5)]
-    assert [step for step, _ in found["losses"]] == [2, 4]
-    assert folder.name.endswith(found["config"])
-    # A run that is complete but has no record, as after a kill between the two, trains nothing.
+    assert actual["values"] == {key: last[key] for key in ("accuracy", "loss")}
+    assert actual["updates"] == 4 and actual["batch"] == 128 and actual["optimizer"] == "lamb"
+    assert actual["evaluations"][-1] == [round(last["epoch"], 4), round(last["accuracy"], 5)]
+    assert [step for step, _ in actual["losses"]] == [2, 4]
+    assert folder.name.endswith(actual["config"])
+    # A run that was complete but killed before its record was written trains nothing.
     before = (folder / "metrics.jsonl").read_text()
-    finished = engine.execute(
-        Job(table, table.scales["small"], table.cells["lamb"], 0), place(tmp_path)
-    )
-    assert finished.record == found and (folder / "metrics.jsonl").read_text() == before
+    finished = engine.execute(job_of(table), setup(tmp_path))
+    assert finished.record == actual and (folder / "metrics.jsonl").read_text() == before
 
 
 def test_speed_is_a_metric(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TABLE.replace('key = "accuracy"', 'key = "examples_per_second"'))
-    job = Job(table, table.scales["small"], table.cells["lamb"], 0)
-    finished = engine.execute(job, place(tmp_path))
+    finished = engine.execute(job_of(table), setup(tmp_path))
     (folder,) = (tmp_path / "runs" / "small" / "digits").iterdir()
     rates = [
         record["examples_per_second"]
@@ -70,14 +91,13 @@ def test_runs_share_their_programs(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()  # an earlier test may have opened its folder
-    found = []
+    compilation_cache.reset_cache()  # an earlier test may have set its folder
+    actual = []
     try:
         for seed in (0, 1):
-            job = Job(table, table.scales["small"], table.cells["lamb"], seed)
-            engine.execute(job, place(tmp_path))
-            found.append({path.name for path in tmp_path.rglob("jit_train_step*-cache")})
-        assert len(found[0]) == 1 and found[1] == found[0]
+            engine.execute(job_of(table, seed=seed), setup(tmp_path))
+            actual.append({path.name for path in tmp_path.rglob("jit_train_step*-cache")})
+        assert len(actual[0]) == 1 and actual[1] == actual[0]
         assert {path.name for path in (tmp_path / "runs").iterdir()} == {"compiled", "small"}
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -85,16 +105,14 @@ def test_runs_share_their_programs(tmp_path: pathlib.Path) -> None:
 
 
 def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
-    table = write(
-        tmp_path,
-        TABLE.replace(
-            "overrides = {",
-            'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '
-            '"0 steps", "guards.max_skipped" = 0, ',
-        ),
+    text = TABLE.replace(
+        "overrides = {",
+        'overrides = {"optimizer.learning_rate" = 1e38, "schedule.warmup" = '
+        '"0 steps", "guards.max_skipped" = 0, ',
     )
-    job = Job(table, table.scales["small"], table.cells["adamw"], 0)
-    finished = engine.execute(job, place(tmp_path))
+    table = write(tmp_path, text)
+    job = job_of(table, "adamw")
+    finished = engine.execute(job, setup(tmp_path))
     assert finished.record["values"] is None and "inf" in finished.record["diverged"]
     Results(table).add(finished.record, finished.configs)
     assert Results(table).holds(job)
@@ -102,14 +120,11 @@ def test_diverged_is_a_result(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_stages(tmp_path: pathlib.Path) -> None:
-    table = write(
-        tmp_path,
-        TABLE.replace(
-            'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
-        ).replace('"optimizer=lamb"', '"optimizer=adamw"'),
-    )
-    job = Job(table, table.scales["small"], table.cells["lamb"], 0)
-    finished = engine.execute(job, place(tmp_path))
+    text = TABLE.replace(
+        'config = "digits:batch=128"', 'stages = ["digits:batch=64", "digits:batch=128"]'
+    ).replace('"optimizer=lamb"', '"optimizer=adamw"')
+    table = write(tmp_path, text)
+    finished = engine.execute(job_of(table), setup(tmp_path))
     assert [flat["batch_size"] for flat in finished.configs] == [64, 128]
     assert [flat["optimizer.name"] for flat in finished.configs] == ["adamw", "lamb"]
     (folder,) = (tmp_path / "runs" / "small" / "digits").iterdir()
@@ -120,29 +135,29 @@ def test_search(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TUNED)
     scale, cell = table.scales["small"], table.cells["lamb"]
     wanted = engine.searches(table, scale, cell)
-    assert [(job.factor, job.seed) for job in wanted] == [
-        (0.5, 0),
-        (0.5, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-    ]
+    expected = [(0.5, 0), (0.5, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(job.factor, job.seed) for job in wanted] == expected
     results = Results(table)
     for job, accuracy in zip(wanted, (0.9, 0.8, 0.95, None, 0.85, 0.87)):
         assert engine.best_factor(wanted, results) is None
         assert engine.measurements(table, scale, cell, 1, results) is None
         add(results, job, accuracy)
-    # The mean of 0.5 is 0.85, of 2 it is 0.86, and one run of 1 diverged.
+    # The mean is 0.85 at factor 0.5 and 0.86 at factor 2; at factor 1 a run diverged.
     assert engine.best_factor(wanted, results) == 2
     assert engine.search_means(wanted, results) == pytest.approx(
         {0.5: 0.85, 1: float("-inf"), 2: 0.86}
     )
-    found = summaries(table, scale, results)[0]
-    assert found.search == (
+    actual = summaries(table, scale, results)[0]
+    assert actual.search == (
         "optimizer.learning_rate 0.005: 85.0, 0.01: diverged, 0.02: 86.0 (chosen)"
     )
-    assert found.status == "not run"
+    assert actual.status == "not run"
+    # A run at chance level has diverged too, whatever the mean with the other seed.
+    metric = replace(scale.metric, chance=0.8)
+    at_chance = [job._replace(scale=scale._replace(metric=metric)) for job in wanted]
+    assert engine.search_means(at_chance, results) == pytest.approx(
+        {0.5: float("-inf"), 1: float("-inf"), 2: 0.86}
+    )
     (job,) = engine.measurements(table, scale, cell, 1, results) or []
     assert (job.chosen, job.factor) == (2, None)
     assert engine.searches(table, scale, table.cells["lars"]) == []
@@ -150,30 +165,69 @@ def test_search(tmp_path: pathlib.Path) -> None:
 
 
 def test_several_cells_have_one_search(tmp_path: pathlib.Path) -> None:
-    table = write(tmp_path, TUNED.replace('name = "adamw"', 'name = "adamw", tuned_by = "lamb"'))
-    found = due(table)
-    assert len(found) == 6 and {job.cell.name for job in found} == {"lamb"}
+    table = write(tmp_path, with_keys(TUNED, adamw='tuned_by = "lamb"'))
+    actual = due(table)
+    assert len(actual) == 6 and {job.cell.name for job in actual} == {"lamb"}
     results = Results(table)
-    for job, accuracy in zip(found, (0.9, 0.9, 0.8, 0.8, 0.7, 0.7)):
+    for job, accuracy in zip(actual, (0.9, 0.9, 0.8, 0.8, 0.7, 0.7)):
         add(results, job, accuracy)
     assert [(job.cell.name, job.chosen) for job in due(table)] == [("lamb", 0.5), ("adamw", 0.5)]
     first, second, _ = summaries(table, table.scales["small"], results)
     assert first.search and not second.search
 
 
-@pytest.mark.parametrize(
-    "text, data, message",
-    [
-        (TABLE.replace("seeds = 2", 'data = ["mnist"]'), "data", "--data .* has no mnist, which"),
-        (TABLE.replace("digits:batch=128", "digits:btach=128"), None, "unknown key 'btach'"),
-        (TABLE.replace("digits:batch=128", "digitz"), None, "'digitz', which does not exist"),
-    ],
-)
-def test_mistakes_are_told_before_anything_trains(
-    tmp_path: pathlib.Path, text: str, data: Any, message: str
+@pytest.mark.parametrize("recipe, message", [("digits:btach=128", "btach"), ("digitz", "'digitz'")])
+def test_errors_are_reported_before_training(
+    tmp_path: pathlib.Path, recipe: str, message: str
 ) -> None:
-    table = write(tmp_path, text)
-    where = Place(tmp_path / "runs", data and tmp_path / data)
+    table = write(tmp_path, TABLE.replace("digits:batch=128", recipe))
     with pytest.raises(UserError, match=message):
-        engine.check([Job(table, table.scales["small"], table.cells["lamb"], 0)], where)
+        engine.check([job_of(table)], setup(tmp_path))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_metric_that_is_never_measured_is_rejected_before_training(
+    tmp_path: pathlib.Path,
+) -> None:
+    table = write(tmp_path, TABLE.replace('key = "accuracy"', 'key = "bleu"'))
+    job = job_of(table)
+    with rejected("*digits.toml: metric.key", "bleu", "which the task 'classification' does not"):
+        engine.check([job], setup(tmp_path))
+    # Custom tasks are not checked beforehand; the run rejects the metric before the first update.
+    with pytest.raises(UserError, match="metric.*'bleu'"):
+        engine.execute(job, setup(tmp_path))
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_data_that_is_missing_is_asked_for_by_its_option(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = TABLE.replace("examples = 1_437\n", 'data = ["questions"]\n')
+    text = text.replace('"log.every" = "2 steps"', '"data.name" = "squad"')
+    table = write(tmp_path, text + '\n[scales.smoke]\nconfig = "digits:smoke"\n')
+    job = job_of(table)
+    with pytest.raises(UserError) as error:
+        engine.check([job], setup(tmp_path))
+    assert str(error.value) == (
+        "--data is missing: small/digits at the scale small reads squad from the folder questions "
+        "of --data=DIR; `python -m lamb_tpu.reproduce commands small/digits --scale=small` describes "
+        "its content and how to create it; --scale=smoke needs no data"
+    )
+    engine.check([job._replace(scale=table.scales["smoke"])], setup(tmp_path))
+    there = RunSetup(tmp_path / "runs", tmp_path)
+    with rejected("--data", str(tmp_path), "has no questions", "how to create it"):
+        engine.check([job], there)
+    text = table.path.read_text().replace("questions", "digits8").replace("squad", "mnist")
+    downloaded = job_of(write(tmp_path / "downloaded", text))
+    with rejected("--data", str(tmp_path), "has no digits8", "leave --data out to download"):
+        engine.check([downloaded], there)
+    # A download fails later, with an error about a key that `run` cannot set.
+    engine.check([downloaded], setup(tmp_path))
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise UserError("mnist", problem="has no network", remedy="give --config.data.dir=FOLDER")
+
+    monkeypatch.setattr(engine, "train", fail)
+    remedy = "=FOLDER (here: --data=DIR, which has that folder"
+    with rejected("mnist", ..., "has no network", remedy):
+        engine.execute(downloaded, setup(tmp_path))

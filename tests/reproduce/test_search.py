@@ -1,20 +1,20 @@
-"""Points of a search: they cover the ranges, repeat for a seed, and more points keep the first."""
+"""Points of a search cover the ranges, depend only on the seed, and extend smaller searches."""
 
 import doctest
 import math
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import search
 from lamb_tpu.reproduce.search import Choice, Dimension, Range, grid, halton_points, parse
+from tests.raising import rejected
 
 RATE = Range("optimizer.learning_rate", 1e-4, 1e-1, log=True)
 MIXED: list[Dimension] = [
     RATE,
     Range("ema.decay", 0.0, 0.5),
     Choice("optimizer.name", ("lamb", "adamw", "lars")),
-    Range("batch_size", 16, 64, log=True, whole=True),
+    Range("batch_size", 16, 64, log=True, integers=True),
 ]
 
 
@@ -28,26 +28,26 @@ def test_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, problem",
     [
-        ("optimizer.learning_rate", "give KEY=FORM with log"),
-        ("=log(1,2)", "give KEY=FORM"),
-        ("a=", "give KEY=FORM"),
-        ("a=log(0,1)", r"'log\(0,1\)'; the bounds of log must be above 0"),
-        ("a=log(-1,1)", "must be above 0"),
-        ("a=log(1,1)", "which is empty"),
-        ("a=linear(2,1)", "which is empty"),
-        ("a=linear(2)", r"linear\(LOW,HIGH\) takes two numbers"),
-        ("a=linear(1,2,3)", "takes two numbers"),
-        ("a=log(nan,1)", "takes two numbers"),
-        ("a=linear(0,inf)", "takes two numbers"),
-        ("a=uniform(0,1)", "unknown form 'uniform'; give log"),
-        ("a=1,,2", "none empty"),
-        ("a=1,2,1", "give different values"),
+        ("optimizer.learning_rate", "is not KEY=FORM"),
+        ("=log(1,2)", "is not KEY=FORM"),
+        ("a=", "is not KEY=FORM"),
+        ("a=log(0,1)", "has a bound of log that is not above 0"),
+        ("a=log(-1,1)", "has a bound of log that is not above 0"),
+        ("a=log(1,1)", "has an empty range"),
+        ("a=linear(2,1)", "has an empty range"),
+        ("a=linear(2)", "does not have two finite bounds"),
+        ("a=linear(1,2,3)", "does not have two finite bounds"),
+        ("a=log(nan,1)", "does not have two finite bounds"),
+        ("a=linear(0,inf)", "does not have two finite bounds"),
+        ("a=uniform(0,1)", "has the unknown form 'uniform'"),
+        ("a=1,,2", "has empty or equal values"),
+        ("a=1,2,1", "has empty or equal values"),
     ],
 )
-def test_mistakes(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_errors(text: str, problem: str) -> None:
+    with rejected("--search", text, problem, "use "):
         parse(text)
 
 
@@ -55,7 +55,7 @@ def test_points_lie_within_and_spread() -> None:
     points = halton_points(MIXED, 64, seed=3)
     rates = [math.log10(point[RATE.key]) for point in points]
     assert all(-4 <= rate <= -1 for rate in rates)
-    # Of 64 points each eighth of the range has its eighth: base 2 of the sequence.
+    # Each eighth of the range has an eighth of the 64 points, because this dimension's sequence has base 2.
     eighths = [int((rate + 4) / 3 * 8) for rate in rates]
     assert all(7 <= eighths.count(number) <= 9 for number in range(8))
     names = [point["optimizer.name"] for point in points]
@@ -71,11 +71,11 @@ def test_more_points_keep_the_first() -> None:
 
 
 def test_points_differ() -> None:
-    few: list[Dimension] = [Choice("a", ("x", "y")), Range("b", 1, 3, whole=True)]
+    few: list[Dimension] = [Choice("a", ("x", "y")), Range("b", 1, 3, integers=True)]
     points = halton_points(few, 6, seed=0)
     assert len({tuple(point.values()) for point in points}) == 6
     assert points[:4] == halton_points(few, 4, seed=0)
-    with pytest.raises(UserError, match="a, b has 6 different points and not 7; ask for fewer"):
+    with rejected("--trials", 7, "is more than the 6 different points of a and b", "use fewer"):
         halton_points(few, 7, seed=0)
 
 
@@ -85,9 +85,5 @@ def test_a_rounded_number_stays_between_the_bounds() -> None:
 
 
 def test_grid() -> None:
-    assert grid([Choice("a", (1, 2)), Choice("b", ("x", "y"))]) == [
-        {"a": 1, "b": "x"},
-        {"a": 1, "b": "y"},
-        {"a": 2, "b": "x"},
-        {"a": 2, "b": "y"},
-    ]
+    expected = [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
+    assert grid([Choice("a", (1, 2)), Choice("b", ("x", "y"))]) == expected

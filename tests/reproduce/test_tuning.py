@@ -1,15 +1,12 @@
-"""The tuned form of a table: the same budget for every cell, the cell's own value among them."""
+"""The tuned form of a table: every cell tries the same number of values, one of which is its default."""
 
 import pathlib
 
-import pytest
-
-from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import engine, jobs
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import describe, forms, tuned
-from tests.reproduce.papers import write
-from tests.reproduce.test_jobs import TUNED
+from tests.raising import rejected
+from tests.reproduce.papers import TUNED, write
 from tests.reproduce.test_results import add
 
 
@@ -19,7 +16,7 @@ def test_every_cell_has_the_same_search(tmp_path: pathlib.Path) -> None:
     assert form.tuning is not None and form.tuning.factors[0] == 1
     assert len(set(form.tuning.factors)) == 4
     assert all(0.125 <= factor <= 8 for factor in form.tuning.factors)
-    # A search can be continued.
+    # A larger count extends a search.
     longer = tuned(table, 9)
     assert longer.tuning is not None and longer.tuning.factors[:4] == form.tuning.factors
     assert form.records == tmp_path / "small" / "digits.tuned.jsonl"
@@ -41,15 +38,13 @@ def test_forms(tmp_path: pathlib.Path) -> None:
     for cell, count in (("lamb", 3), ("adamw", 1)):
         for job in engine.searches(form, scale, form.cells[cell])[:count]:
             add(results, job, 0.9)
-    plain, found = forms(table, None)
-    assert plain is table and found == form
-    assert len(engine.due(found, scale, found.cells.values(), 1, results)) == 2 + 1
+    plain, actual = forms(table, None)
+    assert plain is table and actual == form
+    assert len(engine.due(actual, scale, actual.cells.values(), 1, results)) == 2 + 1
 
 
-def test_mistakes(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="--tune is 1; it must be at least 2"):
-        tuned(write(tmp_path), 1)
+def test_errors(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TUNED)
     assert forms(table, None) == [table]
-    with pytest.raises(UserError, match="small/digits has a search of its own, of 3 values a cell"):
+    with rejected("--tune", 4, "conflicts with the search of 3 values per cell that small/digits"):
         tuned(table, 4)

@@ -1,4 +1,4 @@
-"""A line tells how far each running run is."""
+"""A line is printed with the progress of each running run."""
 
 import pathlib
 import re
@@ -6,13 +6,13 @@ import re
 import pytest
 
 from lamb_tpu.reproduce import engine, watching
-from tests.reproduce.papers import place, write
+from tests.reproduce.papers import setup, write
 from tests.reproduce.test_results import job_of
 
 
 def test_lines(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
-    job, where = job_of(table), place(tmp_path)
+    job, where = job_of(table), setup(tmp_path)
     watch = watching.Watch(where, 1)
     assert watch.lines() == []
     watch.begun(job)
@@ -31,7 +31,7 @@ def test_they_are_printed_while_runs_go_on(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watching, "_SECONDS_BETWEEN_LINES", 0.01)
-    with watching.Watch(place(tmp_path), 2) as watch:
+    with watching.Watch(setup(tmp_path), 2) as watch:
         watch.begun(job_of(write(tmp_path)))
         while "nothing recorded yet" not in capsys.readouterr().out:
             pass

@@ -1,4 +1,4 @@
-"""The table of what exchanges combine with, from the checks: `python -m tests.run.exchange_table`."""
+"""Prints a table of features and the exchanges that support them, from the checks of configs."""
 
 import os
 from typing import Any
@@ -15,11 +15,11 @@ from tests import tiny
 from tests.parallel.exchange import spread
 from tests.parallel.nets import BATCH_NORM
 
-# Columns: what the config has, and of an optimizer that compresses momentum with such an exchange.
+# Columns: three exchanges with any optimizer, and an optimizer that compresses its momentum.
 COLUMNS: dict[str, dict[str, Any]] = {
     "`float32`": {},
     "`bfloat16`": {"parallel__exchange": {"name": "bfloat16"}},
-    "the others": {"parallel__exchange": {"name": spread.NAME}},
+    "other exchanges": {"parallel__exchange": {"name": spread.NAME}},
     "momentum": {
         "parallel__exchange": {"name": spread.NAME},
         "optimizer": {"name": "tests.parallel.exchange.spread:momentum", "learning_rate": 0.1},
@@ -32,7 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "`optimizer_state='zero1'`": {"parallel__optimizer_state": "zero1"},
     "parameters split by `'fsdp'`": {"parallel__rules": FSDP},
     "`mesh.data=2, mesh.fsdp=4`": {"mesh__data": 2, "mesh__fsdp": 4},
-    "these with `'zero1'`": {
+    "`mesh.data=2, mesh.fsdp=4` with `'zero1'`": {
         "mesh__data": 2,
         "mesh__fsdp": 4,
         "parallel__optimizer_state": "zero1",
@@ -52,7 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def outcome(changes: dict[str, Any]) -> str:
-    """Returns '' if a config with these changes passes all checks, or the sentence that refuses."""
+    """Returns '' if a config with these changes passes all checks, or the error message."""
     changes = {
         key: ConfigDict(value) if isinstance(value, dict) else value
         for key, value in {"parallel__backend": "shard_map", **changes}.items()
@@ -66,7 +66,7 @@ def outcome(changes: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Returns the table in Markdown."""
+    """Returns the table as Markdown."""
     lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for row, changes in ROWS.items():
         cells = ["no" if outcome({**column, **changes}) else "yes" for column in COLUMNS.values()]
@@ -78,5 +78,5 @@ if __name__ == "__main__":
     print(table())
     for row, changes in ROWS.items():
         for name, column in COLUMNS.items():
-            if told := outcome({**column, **changes}):
-                print(f"{row}, {name}: {told}")
+            if output := outcome({**column, **changes}):
+                print(f"{row}, {name}: {output}")

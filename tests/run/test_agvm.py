@@ -1,4 +1,4 @@
-"""AGVM in a run: its updates, factors in the records, resumes, and what is refused."""
+"""AGVM in a run: updates, factors in the records, resuming, and rejected configs."""
 
 import itertools
 import pathlib
@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 from lamb_tpu import data, optim
 from lamb_tpu.errors import UserError
 from lamb_tpu.parallel.changing import ChangingStep
-from lamb_tpu.run.batches import quantum
-from lamb_tpu.run.build import make_optimizer, prepare
+from lamb_tpu.run.batches import granularity
+from lamb_tpu.run.build import prepare
 from lamb_tpu.run.statistics import statistics_of
 from lamb_tpu.run.updating import make_updating
 from lamb_tpu.store.metrics import read_records
@@ -25,7 +25,9 @@ from tests.marks import some
 from tests.parallel.nets import BATCH_NORM, DROPOUT, difference
 from tests.parallel.test_changing import PLACES
 from tests.parallel.test_gradient_statistics import contributions, part_means
-from tests.test_train import train_in_pieces, without_seconds
+from tests.raising import rejected
+from tests.run.test_calls import same_end
+from tests.test_train import train_in_segments
 
 # The second hidden layer is the anchor.
 MODULES = (("first", "^hidden_0|^hidden0"), ("head", "^output"), ("rest", ""))
@@ -33,10 +35,10 @@ AGVM = {"modules": MODULES, "anchor": "rest", "interval": 2, "start": 1, "moment
 
 
 def config(agvm: Any = AGVM, **changes: Any) -> ConfigDict:
-    """12 updates of 4 microbatches."""
+    """Returns a config with AGVM, and 12 updates of 4 microbatches each."""
     changes = {"accumulation_steps": 4, "model": DROPOUT, **changes}
-    found = tiny.digits(**changes)
-    return found if agvm is None else tiny.change(found, {"optimizer.agvm": agvm})
+    actual = tiny.digits(**changes)
+    return actual if agvm is None else tiny.change(actual, {"optimizer.agvm": agvm})
 
 
 @pytest.mark.long
@@ -50,14 +52,17 @@ def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: boo
     taken: list[dict[str, Any]] = []
 
     class Loader(data.TrainLoader):
-        def take(self, *args: Any) -> Any:
-            taken.append(super().take(*args))
-            return taken[-1]
+        def take(self, count: int, rows: np.ndarray | None = None) -> Any:
+            batch = super().take(count, rows)
+            # The rows of a batch of microbatches are in the order of the devices.
+            order = slice(None) if rows is None else np.argsort(rows)
+            taken.append({name: value[order] for name, value in batch.items()})
+            return batch
 
     update = make_updating(run, Loader(run.train_set, 64, 0, run.local_rows()), compiles=False)
     state = run.first_state()
     one = prepare(config(None), None, jax.devices()[:1])
-    inner = make_optimizer(one.config, run.recipe, one.abstract_state.params, one.layout)
+    inner = one.make_optimizer(run.recipe)
     by_hand = optim.agvm(
         inner,
         [pattern for _, pattern in MODULES],
@@ -87,34 +92,33 @@ def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: boo
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("agvm")
     train(config(), workdir, quiet=True)
     return workdir
 
 
 @pytest.mark.long
-def test_factors_are_in_the_records(whole: pathlib.Path) -> None:
-    records = read_records(whole / "metrics.jsonl", "train")
-    found = [[record[f"agvm/{name}"] for name, _ in MODULES] for record in records]
-    # Measured in the updates that follow 2, 4, ... completed ones.
-    assert found[:2] == [[1.0] * 3] * 2
-    assert [row[2] for row in found] == [1.0] * 12
-    changed = [now[0] != before[0] for before, now in itertools.pairwise(found)]
+def test_factors_are_in_the_records(uninterrupted: pathlib.Path) -> None:
+    records = read_records(uninterrupted / "metrics.jsonl", "train")
+    actual = [[record[f"agvm/{name}"] for name, _ in MODULES] for record in records]
+    # The factors are measured in updates 3, 5, 7, ...
+    assert actual[:2] == [[1.0] * 3] * 2
+    assert [row[2] for row in actual] == [1.0] * 12
+    changed = [now[0] != before[0] for before, now in itertools.pairwise(actual)]
     assert changed == [False, True] * 5 + [False]
     assert all("similarity" in record for record in records)
-    state, _ = tiny.restored(config(), whole)
-    np.testing.assert_array_equal(np.float32(found[-1]), state.opt_state.factors)
+    state, _ = tiny.restored(config(), uninterrupted)
+    np.testing.assert_array_equal(np.float32(actual[-1]), state.opt_state.factors)
 
 
 @pytest.mark.long
 def test_resumed_bit_for_bit(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The last one goes back to the checkpoint of update 8.
-    train_in_pieces(monkeypatch, config(), tmp_path, [(4, 3), (4, 6)], fails_at=11)
-    tiny.assert_equal(tiny.restored(config(), tmp_path)[0], tiny.restored(config(), whole)[0])
-    assert without_seconds(tmp_path) == without_seconds(whole)
+    # The last start resumes from the checkpoint of update 8.
+    train_in_segments(monkeypatch, config(), tmp_path, [(4, 3), (4, 6)], fails_at=11)
+    same_end(tmp_path, uninterrupted, config())
 
 
 def test_a_batch_that_changes_is_pairs_of_microbatches(tmp_path: pathlib.Path) -> None:
@@ -126,11 +130,11 @@ def test_a_batch_that_changes_is_pairs_of_microbatches(tmp_path: pathlib.Path) -
 
 
 def test_batch_norm_over_devices() -> None:
-    """Halves are what their examples add, also where they share the statistics of BatchNorm."""
+    """The halves for AGVM may share BatchNorm groups; devices that a statistic compares may not."""
     model = ConfigDict({**BATCH_NORM, "group_size": 16})
     fields = {"modules": (("body", "^hidden|^norm"), ("head", ""))}
     prepare(config(fields, model=model, parallel__backend="shard_map"), None)
-    with pytest.raises(UserError, match=r"^config\.statistics\.noise_scale is True, which comp"):
+    with rejected("config.statistics.noise_scale", True, "compares devices"):
         prepare(
             config(
                 fields,
@@ -145,7 +149,7 @@ def test_batch_norm_over_devices() -> None:
 
 def test_an_odd_number_of_microbatches_has_no_halves() -> None:
     run = prepare(config(), None, jax.devices()[:1])
-    size = quantum(run.config)
+    size = granularity(run.spec)
     step = ChangingStep(
         run.task,
         run.tx,
@@ -153,9 +157,11 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
         run.abstract_state,
         run.abstract_rows(size, run.train_set.element_spec),
         parts=run.parts,
-        statistics=statistics_of(run.config),
+        statistics=statistics_of(run.spec),
     )
-    with pytest.raises(ValueError, match="^there are 3 microbatches, .*; their number must"):
+    with pytest.raises(
+        ValueError, match="^the number of microbatches, 3, is odd, but .*; use an even"
+    ):
         step(run.first_state(), [{}] * 3)
 
 
@@ -166,65 +172,57 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
             1,
             {},
             {"accumulation_steps": 1},
-            r"^config\.optimizer\.agvm is given, which compares even and odd microbatches, and config\.a"
-            r"ccumulation_steps is 1; it must be an even number, such as 2$",
+            "optimizer.agvm compares even and odd microbatches, but config.accumulation_steps is 1; "
+            "use an even number, such as 2$",
         ),
         (
             3,
             {},
             {"batch_size": 60, "accumulation_steps": 1, "parallel__backend": "shard_map"},
-            r"^config\.optimizer\.agvm is given, which compares devices of even and of odd index under "
-            ".* over 3; it must be an even number",
+            "optimizer.agvm compares even and odd devices, but the batch is split over 3; use",
         ),
         (
             1,
             {},
             {"accumulation_steps": 1, "parallel__backend": "shard_map"},
-            "must be an even number",
+            ".*; use an even number, such as 2$",
         ),
         (
             1,
             {"anchor": "neck"},
             {},
-            r"^config\.optimizer: agvm\.anchor is 'neck'; the modules are: first, head, rest$",
+            "optimizer: agvm.anchor='neck' must be one of first, head, rest$",
         ),
         (
             1,
             {"modules": MODULES[:2], "anchor": "head"},
             {},
-            r"^config\.optimizer: agvm: no module matches the parameter 'hidden1/bias'",
+            "optimizer: agvm: no module matches the parameter 'hidden1/bias'",
         ),
-        (
-            1,
-            {"start": -1},
-            {},
-            r"^config\.optimizer: agvm: start must be a whole number of at least 0",
-        ),
+        (1, {"start": -1}, {}, "optimizer: agvm: start=-1 must be a whole number of at least 0"),
         (
             1,
             {},
             {
                 "accumulation_steps": 2,
                 "batch_size": 32,
-                "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 16), (64, 32))}),
+                "batch_rule": {"name": "ramp", "points": ((0, 16), (64, 32))},
             },
-            r"^config\.batch_rule: the batch at 0 examples must be a whole number of quanta of 32 examples"
-            ".* a quantum is two microbatches of",
+            "batch_rule: the batch at 0 examples must be a multiple of the batch granularity 32.* the "
+            r"granularity is two microbatches, 2 \* config",
         ),
         (
             1,
             {},
             {
                 "parallel__backend": "shard_map",
-                "batch_rule": ConfigDict({"name": "ramp", "points": ((0, 32),)}),
+                "batch_rule": {"name": "ramp", "points": ((0, 32),)},
             },
-            r"^config\.optimizer\.agvm compares the devices under .*, and there is one; take 'jit'",
+            "parallel.backend='shard_map' compares devices for config.optimizer.agvm, and there is only",
         ),
     ],
 )
-def test_mistakes(
-    devices: int, agvm: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as error:
+def test_errors(devices: int, agvm: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^config.{message}") as error:
         prepare(config({**AGVM, **agvm}, **changes), None, jax.devices()[:devices])
     assert "\n" not in str(error.value)

@@ -1,14 +1,14 @@
-"""Checks across sections of a config; those within one are in test_build.py."""
+"""Checks across sections of a config; test_build.py has those within one section."""
 
 from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.models.bert_rules import PARAMETERS, PARAMETERS_SCANNED
 from lamb_tpu.run.build import prepare
 from tests import tiny
+from tests.raising import rejected
 
 
 @pytest.mark.long
@@ -21,20 +21,19 @@ def test_stacked_layers_need_rules_that_say_so() -> None:
         ("bert", "attention/key/kernel"),
         ("all", "attention/key/bias"),
         (PARAMETERS, "attention"),
-        # No axis of layers, or only some of the stacks.
+        # Rules with the wrong axis, or for only some of the stacked parameters.
         ([("^encoder/", {"layer_axes": (1,)}), ("", {})], "attention/key/bias"),
         ([("output/kernel", {"layer_axes": (0,)}), ("", {})], "attention/key/bias"),
     ):
-        with pytest.raises(
-            UserError,
-            match=(
-                f"^config.model stacks .* axis 0 of 'encoder/layers/{path}.*config.optimizer.rules "
-                r"give it no layer_axes.* give rules with layer_axes=\(0,\) .*PARAMETERS_SCANNED"
-            ),
-        ) as error:
+        problem = f"give no layer_axes to 'encoder/layers/{path}"
+        remedy = "use rules with layer_axes=(0,) for them, such as lamb_tpu.models.bert_rules.PARA"
+        with rejected("config.optimizer.rules", problem=problem, remedy=remedy):
             prepare(by_override(rules), None)
-        assert "\n" not in str(error.value)
-    # What does not adapt has no ratio to share.
-    own = [("(bias|scale)$", {"adapt": False}), ("^encoder/layers", {"layer_axes": (0,)}), ("", {})]
-    for rules in (PARAMETERS_SCANNED, own):
+    # Parameters that do not adapt have no trust ratio that layers could share.
+    custom = [
+        ("(bias|scale)$", {"adapt": False}),
+        ("^encoder/layers", {"layer_axes": (0,)}),
+        ("", {}),
+    ]
+    for rules in (PARAMETERS_SCANNED, custom):
         assert prepare(by_override(rules), None).task.model.stacked

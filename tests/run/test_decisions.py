@@ -1,6 +1,7 @@
-"""Runs whose batch follows statistics: against known paths, over kills, without compiling again.
+"""Runs that decide the batch size from statistics equal runs with a known path of batch sizes.
 
-The statistics are given here: a function of the update, so that the batches are known by hand.
+These runs also resume bit for bit, and compile once. The tests replace the statistics by functions of
+the update, so that the batch sizes are known.
 """
 
 import pathlib
@@ -13,8 +14,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from lamb_tpu import data
-from lamb_tpu import train as train_lib
+from lamb_tpu import data, training
 from lamb_tpu.errors import Preempted
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run import phases
@@ -24,14 +24,15 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from tests import tiny
 from tests.run.test_batches import ramp
+from tests.run.test_calls import same_end
 from tests.test_resume import launched
-from tests.test_train import Interrupted, interrupt_at, without_seconds
+from tests.test_train import Interrupted, checkpoints, interrupt_at, train_in_segments
 
 Statistics = Callable[[int], dict[str, tuple[float, float]]]
 
 
 def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
-    """Every update of a run has these metrics too, by its number, from 1."""
+    """Adds to each update of a run the metrics `statistics(number)`; the first number is 1."""
 
     def make(run: Run, loader: data.TrainLoader, *more: Any) -> Updating:
         update = make_updating(run, loader, *more)
@@ -43,7 +44,7 @@ def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
 
         return Updating(measured)
 
-    monkeypatch.setattr(train_lib, "make_updating", make)
+    monkeypatch.setattr(training, "make_updating", make)
 
 
 def rule(name: str, **fields: Any) -> ConfigDict:
@@ -51,7 +52,10 @@ def rule(name: str, **fields: Any) -> ConfigDict:
 
 
 def config(batch_rule: ConfigDict, **changes: Any) -> ConfigDict:
-    """1184 examples, first in batches of 32, in quanta of 16: microbatches of 8 in pairs."""
+    """Returns a config of 1,184 examples in microbatches of 8; a batch has 32 examples at first.
+
+    Batches consist of pairs of microbatches.
+    """
     values = {
         "batch_size": 32,
         "accumulation_steps": 4,
@@ -69,14 +73,14 @@ NOISE = rule("noise_scale", decay=0.5, interval=2, scaling="sqrt")
 
 
 def noise(step: int) -> dict[str, tuple[float, float]]:
-    """Noise that rises, falls and is not known; the update 9 was skipped, whose sums are 0."""
+    """A trace that rises, falls and is sometimes negative; the sums of the skipped update 9 are 0."""
     trace = [20.0, 35.0, 50.0, 90.0, 70.0, 15.0, 5.0, 10.0, 160.0, 40.0, -5.0][step % 11]
     weight = float(step != 9)
     return {"noise_scale/grad_sq": (weight, weight), "noise_scale/trace": (weight * trace, weight)}
 
 
 def sizes_by_noise() -> list[int]:
-    """The batches of `NOISE` by `noise`, worked out here."""
+    """Computes the batch sizes of the rule `NOISE` for the statistics `noise`, by hand."""
     sizes, batch, weight, average = list[int](), 32, 0.0, 0.0
     while sum(sizes) < 1184:
         sizes.append(min(batch, 1184 - sum(sizes)))
@@ -85,7 +89,7 @@ def sizes_by_noise() -> list[int]:
         if known:
             weight, average = 0.5 * weight + 0.5, 0.5 * average + 0.5 * trace
         if step % 2 == 0:
-            # grad_sq is always 1, so its average is the weight.
+            # grad_sq is always 1, so its average equals the weight.
             batch = int(np.ceil(min(max(average / weight, 16), 128) / 16)) * 16
     return sizes
 
@@ -95,7 +99,7 @@ BEFORE = [0, *np.cumsum(SIZES).tolist()]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     workdir = tmp_path_factory.mktemp("noise")
     with pytest.MonkeyPatch.context() as patch:
         give(patch, noise)
@@ -103,59 +107,48 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     yield workdir
 
 
-def compare(folder: pathlib.Path, whole: pathlib.Path) -> None:
-    """Asserts that bits, batches, averages and records are the same."""
-    (found, position), (expected, other) = (
-        tiny.restored(config(NOISE), each) for each in (folder, whole)
-    )
-    tiny.assert_equal(found, expected)
-    assert position["loader"] == other["loader"] and position["batches"] == other["batches"]
-    assert without_seconds(folder) == without_seconds(whole)
-
-
 @pytest.mark.long
-def test_the_batches_are_those_of_the_rule(whole: pathlib.Path) -> None:
+def test_the_batches_are_those_of_the_rule(uninterrupted: pathlib.Path) -> None:
     assert len(set(SIZES)) > 4 and len(SIZES) > 20 and SIZES[-1] not in SIZES[-3:-1]
-    position = tiny.restored(config(NOISE), whole)[1]
+    position = tiny.restored(config(NOISE), uninterrupted)[1]
     assert position["loader"]["examples"] == 1184
     firsts = [step for step in range(len(SIZES)) if step == 0 or SIZES[step] != SIZES[step - 1]]
     assert position["batches"]["pieces"] == [[step, SIZES[step]] for step in firsts]
     assert position["batches"]["step"] == len(SIZES)
-    records = read_records(whole / "metrics.jsonl", "train")
+    records = read_records(uninterrupted / "metrics.jsonl", "train")
     assert [record["batch_size"] for record in records] == [SIZES[r["step"] - 1] for r in records]
     assert [record["examples"] for record in records] == [BEFORE[r["step"]] for r in records]
     assert sum(record["updates"] for record in records) == len(SIZES) == records[-1]["step"]
 
 
 @pytest.mark.long
-def test_the_run_is_that_of_the_same_path_known_before(
-    whole: pathlib.Path, tmp_path: pathlib.Path
+def test_the_run_equals_that_of_a_known_path(
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """To the bit: parameters, moments, rates and the updates that are evaluated and saved."""
+    """Parameters, moments and rates are equal bit for bit, and the same updates are saved."""
     firsts = [step for step in range(len(SIZES)) if step == 0 or SIZES[step] != SIZES[step - 1]]
     points = tuple((BEFORE[step], SIZES[step]) for step in firsts)
     values = {key: value for key, value in config(NOISE).items() if key != "batch_rule"}
     known = tiny.change(ramp(points, scaling="sqrt"), values)
     train(known, tmp_path, quiet=True)
-    tiny.assert_equal(tiny.restored(known, tmp_path)[0], tiny.restored(config(NOISE), whole)[0])
+    tiny.assert_equal(
+        tiny.restored(known, tmp_path)[0], tiny.restored(config(NOISE), uninterrupted)[0]
+    )
     for kind in ("train", "eval"):
-        found, expected = (
+        actual, expected = (
             [
                 (record["step"], record.get("learning_rate"), record["loss"])
                 for record in read_records(folder / "metrics.jsonl", kind)
             ]
-            for folder in (tmp_path, whole)
+            for folder in (tmp_path, uninterrupted)
         )
-        assert found == expected
-    names = [
-        sorted(path.name for path in (each / "checkpoints").iterdir()) for each in (tmp_path, whole)
-    ]
-    assert names[0] == names[1]
+        assert actual == expected
+    assert checkpoints(tmp_path) == checkpoints(uninterrupted)
 
 
 @pytest.mark.long
 def test_stopped_after_every_update(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(monkeypatch, noise)
     once = config(NOISE, eval__every="1184 examples")
@@ -165,45 +158,38 @@ def test_stopped_after_every_update(
             with pytest.raises(Preempted, match=f"^preempted at update {step}, saved"):
                 train(once, tmp_path, quiet=True)
     train(once, tmp_path, quiet=True)
-    found, expected = tiny.restored(once, tmp_path), tiny.restored(config(NOISE), whole)
-    tiny.assert_equal(found[0], expected[0])
-    assert found[1]["batches"] == expected[1]["batches"]
+    actual, expected = tiny.restored(once, tmp_path), tiny.restored(config(NOISE), uninterrupted)
+    tiny.assert_equal(actual[0], expected[0])
+    assert actual[1]["batches"] == expected[1]["batches"]
 
 
 def test_stopped_at_decisions_and_between_them(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decisions follow the updates of even number."""
+    """Decisions follow updates with even numbers."""
     give(monkeypatch, noise)
-    for poll, step in [(3, 2), (2, 3), (4, 6)]:
-        with monkeypatch.context() as patch:
-            tiny.preempt_at(patch, poll)
-            with pytest.raises(Preempted, match=f"^preempted at update {step}, saved"):
-                train(config(NOISE), tmp_path, quiet=True)
-    # Killed behind a save, so that the same decisions are taken again.
-    last = read_records(whole / "metrics.jsonl", "train")[-1]["step"]
-    interrupt_at(monkeypatch, last, "train")
-    with pytest.raises(Interrupted):
-        train(config(NOISE), tmp_path, quiet=True)
-    train(config(NOISE), tmp_path, quiet=True)
-    compare(tmp_path, whole)
+    # A crash after a save: the next start must repeat the same decisions.
+    last = read_records(uninterrupted / "metrics.jsonl", "train")[-1]["step"]
+    notices = [(3, 2), (2, 3), (4, 6)]
+    train_in_segments(monkeypatch, config(NOISE), tmp_path, notices, fails_at=last)
+    same_end(tmp_path, uninterrupted, config(NOISE))
 
 
 @pytest.mark.long
 def test_from_every_checkpoint(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each checkpoint leads to the same end, also one whose update is followed by a decision."""
+    """A run resumed from any checkpoint gives the same result, even if the rule decides right after it."""
     give(monkeypatch, noise)
-    saved = sorted(int(path.name) for path in (whole / "checkpoints").iterdir())
+    saved = checkpoints(uninterrupted)
     assert {step % 2 for step in saved[:-1]} == {0, 1}
     for step in saved[:-1]:
         folder = tmp_path / str(step)
-        shutil.copytree(whole, folder)
+        shutil.copytree(uninterrupted, folder)
         for later in saved[saved.index(step) + 1 :]:
             shutil.rmtree(folder / "checkpoints" / str(later))
         train(config(NOISE), folder, quiet=True)
-        compare(folder, whole)
+        same_end(folder, uninterrupted, config(NOISE))
 
 
 @pytest.mark.long
@@ -229,7 +215,7 @@ def test_nothing_compiles_after_the_first_update(
     assert any("Compiling" in text for text in texts[: begun[0]])
     assert not [text for text in texts[begun[0] :] if "Compiling" in text]
     records = read_records(tmp_path / "metrics.jsonl", "train")
-    assert max(record["batch_size"] for record in records) == 128  # from 32, and down again
+    assert max(record["batch_size"] for record in records) == 128
     assert records[-1]["examples"] == 1184
 
 
@@ -238,11 +224,11 @@ def test_what_is_printed(
 ) -> None:
     give(monkeypatch, noise)
     train(config(NOISE), tmp_path)
-    told = tiny.unbroken(capsys.readouterr().out)
-    assert "run: updates of 16 to 128 examples = 4.625 epochs of 256 batch: 32, then " in told
+    output = tiny.unbroken(capsys.readouterr().out)
+    assert "run: updates of 16 to 128 examples = 4.625 epochs of 256 batch: 32, then " in output
     average = f"{1184 / len(SIZES):.1f}"
-    assert f"{len(SIZES)} updates in 0:0" in told
-    assert f", of {average} examples on average: " in told
+    assert f"{len(SIZES)} updates in 0:0" in output
+    assert f", of {average} examples on average: " in output
 
 
 @pytest.mark.long
@@ -260,7 +246,7 @@ def test_a_phase_is_complete_after_its_examples(
         with pytest.raises(Preempted):
             train(both, tmp_path, quiet=True)
     assert [phase.name for phase in phases.due(both, tmp_path)] == ["1", "2"]
-    # The second one stops before its first update, so only the first one's records tell.
+    # The second phase stops before its first update, so only the first has records.
     with monkeypatch.context() as patch:
         interrupt_at(patch, 2, "train")
         with pytest.raises(Interrupted):
@@ -283,32 +269,34 @@ MEASURED = {
 def test_a_rule_turns_on_what_it_needs(
     name: str, backend: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch changes by what the run measures, and a run that was stopped has the same bits."""
+    """The measured statistics change the batch, and a resumed run has the same bits."""
     measured = config(
         rule(name, interval=2, lower=32, **MEASURED[name]),
         parallel__backend=backend,
-        # A microbatch is 16 examples, two for each of 8 devices.
+        # A microbatch has 16 examples, two for each of the 8 devices.
         batch_size=64,
         accumulation_steps=4,
         eval__every="1184 examples",
     )
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(measured, whole, quiet=True)
-    sizes = [record["batch_size"] for record in read_records(whole / "metrics.jsonl", "train")]
+    uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(measured, uninterrupted, quiet=True)
+    sizes = [
+        record["batch_size"] for record in read_records(uninterrupted / "metrics.jsonl", "train")
+    ]
     assert len(set(sizes)) > 1
-    for poll in (4, 3):  # between decisions, and behind one
+    for poll in (4, 3):  # between decisions, and right after a decision
         with monkeypatch.context() as patch:
             tiny.preempt_at(patch, poll)
             with pytest.raises(Preempted):
                 train(measured, stopped, quiet=True)
     train(measured, stopped, quiet=True)
-    found, expected = (tiny.restored(measured, folder) for folder in (stopped, whole))
-    tiny.assert_equal(found[0], expected[0])
-    assert found[1]["batches"] == expected[1]["batches"]
+    actual, expected = (tiny.restored(measured, folder) for folder in (stopped, uninterrupted))
+    tiny.assert_equal(actual[0], expected[0])
+    assert actual[1]["batches"] == expected[1]["batches"]
 
 
 def decided(name: str, backend: str) -> ConfigDict:
-    """20 updates and more; a microbatch of 16 divides over 8 devices."""
+    """Returns a config with microbatches of 16 examples, which up to 8 devices can split."""
     fields = {"simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}}[name]
     return config(
         rule(name, interval=2, lower=32, scaling="sqrt", **fields),
@@ -318,7 +306,7 @@ def decided(name: str, backend: str) -> ConfigDict:
     )
 
 
-# Under shard_map the parts are the devices', so that another number of them is another statistic.
+# Under shard_map the statistic compares devices, so it depends on their number.
 @pytest.mark.long
 @pytest.mark.parametrize("backend, devices", [("jit", (1, 4, 8)), ("shard_map", (4,))])
 @pytest.mark.parametrize("name", ["simigrad", "noise_scale"])

@@ -45,7 +45,9 @@ def test_a_table_that_would_push_the_settings_off_the_screen_stays_in_its_file(
     text = describe(run)
     assert "\nparameters: the table is in parameters.txt; total: 4 leaves" in text
     assert "hidden0/kernel" not in text
-    assert "hidden0/kernel" in describe(prepare(tiny.digits(), None))  # where there is no file
+    assert "hidden0/kernel" in describe(
+        prepare(tiny.digits(), None)
+    )  # there is no file for the table
 
 
 def test_a_table_that_is_too_wide_stays_in_its_file(tmp_path: pathlib.Path) -> None:
@@ -54,7 +56,7 @@ def test_a_table_that_is_too_wide_stays_in_its_file(tmp_path: pathlib.Path) -> N
     assert "the table is in parameters.txt; total: 4 leaves" in describe(wide)
 
 
-def test_what_the_data_has_to_say_is_told() -> None:
+def test_notes_of_the_data_are_shown() -> None:
     run = prepare(tiny.digits(), None)
     run.train_set.notes, run.eval_set.notes = ("3 were left out", "and 1 more"), ("none was",)
     lines = describe(run).splitlines()

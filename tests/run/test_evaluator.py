@@ -1,4 +1,4 @@
-"""Every example counts once, whatever the batch size and the number of devices."""
+"""Evaluation counts each example once, for any batch size and number of devices."""
 
 import dataclasses
 import json
@@ -24,18 +24,18 @@ from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from tests import tiny
 
-NUM_EXAMPLES = 997  # a prime: no batch but one example divides it
+NUM_EXAMPLES = 997  # a prime, which no batch size above 1 divides
 
 
 def config(**changes: Any) -> ConfigDict:
-    """A short run with averages of the weights, on batches that 1, 2, 3, 4 and 8 devices divide."""
+    """A short run with averages of the weights; 1, 2, 3, 4 or 8 devices can split its batches."""
     return tiny.digits(
         batch_size=96, data__eval_split=f"train[:{NUM_EXAMPLES}]", ema__decay=0.5, **changes
     )
 
 
 class Listing(Classification):
-    """Classification that lists, on the host, its predictions for all examples."""
+    """A classification task for which the host scores all predictions and writes them to a file."""
 
     score_names = ("listed", "error")
 
@@ -53,7 +53,7 @@ class Listing(Classification):
 
 
 def listing(run: Run, num_examples: int = NUM_EXAMPLES) -> Run:
-    """The run with that task, on so many examples."""
+    """Returns the run with the task `Listing` on `num_examples` examples."""
     task = Listing(**{f.name: getattr(run.task, f.name) for f in dataclasses.fields(run.task)})
     eval_set = data.load("digits", f"train[:{num_examples}]")
     return dataclasses.replace(run, task=task, eval_set=eval_set)
@@ -66,8 +66,14 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return workdir
 
 
+def restored(run: Run) -> TrainState:
+    """Returns the last state of `averaged` on the devices of the run."""
+    with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
+        return checkpoints.restore(12, run.abstract_state)[0]
+
+
 def counted(params: Any, num_examples: int = NUM_EXAMPLES) -> tuple[int, float]:
-    """Right answers and mean loss of the network by NumPy, in float64."""
+    """Computes the correct predictions and the mean loss with NumPy in float64."""
     layers = {name: {k: np.float64(v) for k, v in layer.items()} for name, layer in params.items()}
     examples = data.load("digits", f"train[:{num_examples}]").arrays
     x = examples["image"].reshape(num_examples, -1) / 16.0
@@ -91,8 +97,8 @@ def assert_counted(metrics: dict[str, float], state: TrainState, num_examples: i
     assert metrics.keys() == {"accuracy", "loss", "ema_accuracy", "ema_loss"}
 
 
-def test_averages_and_weights_are_not_the_same(averaged: pathlib.Path) -> None:
-    """Or the tests below could take one for the other."""
+def test_averages_differ_from_weights(averaged: pathlib.Path) -> None:
+    """If averages and weights were equal, the tests below could not distinguish them."""
     state, _ = tiny.restored(config(), averaged)
     assert counted(state.params)[0] != counted(state.ema[0])[0]
 
@@ -102,8 +108,7 @@ def test_every_example_counts_once_on_any_devices(averaged: pathlib.Path, num_de
     for batch_size in (7, 64, 360, 997, 1024, 4000):
         settings = config(eval__batch_size=batch_size)
         run = prepare(settings, averaged, jax.devices()[:num_devices])
-        with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
-            state, _ = checkpoints.restore(12, run.abstract_state)
+        state = restored(run)
         assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
 
 
@@ -112,7 +117,7 @@ def test_every_example_counts_once_on_any_devices(averaged: pathlib.Path, num_de
 def test_every_example_counts_once_on_two_processes(
     averaged: pathlib.Path, tmp_path: pathlib.Path, per_process: int
 ) -> None:
-    """With 5 examples in batches of 4 or more the second process has none in the last batch."""
+    """With 5 examples in batches of 4, the second process has none in the last batch."""
     state, _ = tiny.restored(config(), averaged)
     launched = tiny.command(
         "lamb_tpu.launch",
@@ -134,10 +139,9 @@ def test_every_example_counts_once_on_two_processes(
 
 
 def test_averages_that_are_split(averaged: pathlib.Path) -> None:
-    """Under ZeRO-1 no device has them whole."""
+    """Under ZeRO-1 no device has the complete averages."""
     run = prepare(config(parallel__optimizer_state="zero1"), averaged)
-    with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
-        state, _ = checkpoints.restore(12, run.abstract_state)
+    state = restored(run)
     kernel = state.ema[0]["hidden0"]["kernel"]
     assert not kernel.is_fully_replicated
     assert_counted(make_evaluator(run)(state), state, NUM_EXAMPLES)
@@ -150,8 +154,7 @@ def test_the_host_scores_every_example_once_in_order(
     for batch_size in (96, 1024):
         settings = config(eval__batch_size=batch_size)
         run = prepare(settings, averaged, jax.devices()[:num_devices])
-        with Checkpoints(run.folder.checkpoints, 1, writes=False) as checkpoints:
-            state, _ = checkpoints.restore(12, run.abstract_state)
+        state = restored(run)
         metrics = make_evaluator(listing(run))(state)
         assert metrics.keys() == set(metric_names(listing(run)))
         assert metrics["ema_listed"] and metrics["error"] != metrics["ema_error"]
@@ -167,12 +170,12 @@ def test_files_of_the_weights_and_of_their_averages(
     make_evaluator(run, keep_file=run.folder.write_file)(state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ema_labels.txt", "labels.txt"]
     for prefix, params in (("", state.params), ("ema_", state.ema[0])):
-        found = json.loads((tmp_path / f"{prefix}labels.txt").read_text())
-        right = np.sum(np.array(found) == run.eval_set.arrays["label"])
-        assert len(found) == NUM_EXAMPLES and right == counted(params)[0]
+        actual = json.loads((tmp_path / f"{prefix}labels.txt").read_text())
+        right = np.sum(np.array(actual) == run.eval_set.arrays["label"])
+        assert len(actual) == NUM_EXAMPLES and right == counted(params)[0]
 
 
-def test_batch_size_is_rounded_up_and_told(averaged: pathlib.Path) -> None:
+def test_batch_size_is_rounded_up_and_shown(averaged: pathlib.Path) -> None:
     run = prepare(config(eval__batch_size=100), averaged)
     assert run.eval_batch_size == 104
     assert "config.eval.batch_size is 100; batches of 104" in describe(run)
@@ -199,6 +202,37 @@ def test_between_is_called_before_every_batch(averaged: pathlib.Path) -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("share, reads", [(0.02, 5), (0.0, 8)])
+def test_a_set_that_fits_is_read_once(
+    averaged: pathlib.Path, monkeypatch: pytest.MonkeyPatch, share: float, reads: int
+) -> None:
+    """After a complete evaluation the batches stay on the devices and give the same metrics."""
+    run = prepare(config(eval__batch_size=400, loop__held_share=share), averaged)
+    state, _ = tiny.restored(config(), averaged)
+    actual, gather = [], run.eval_set.gather
+
+    def counted(indices: np.ndarray) -> data.Batch:
+        actual.append(len(indices))
+        return gather(indices)
+
+    monkeypatch.setattr(run.eval_set, "gather", counted)
+    polls: list[int] = []
+
+    def between() -> None:
+        polls.append(0)
+        if len(polls) == 2:
+            raise KeyboardInterrupt
+
+    evaluate = make_evaluator(run, between)
+    with pytest.raises(KeyboardInterrupt):  # interrupts the second of three batches
+        evaluate(state)
+    metrics = evaluate(state)
+    assert evaluate(state) == metrics and len(polls) == 2 + 3 + 3
+    assert len(actual) == reads
+    other = state.replace(params=jax.tree.map(lambda leaf: leaf * 0.5, state.params))
+    assert evaluate(other)["loss"] != metrics["loss"]
+
+
 def test_averages_are_evaluated_in_training_and_afterwards(averaged: pathlib.Path) -> None:
     records = read_records(averaged / "metrics.jsonl", "eval")
     newest = evaluate_checkpoint(config(eval__batch_size=50), averaged)
@@ -209,7 +243,7 @@ def test_averages_are_evaluated_in_training_and_afterwards(averaged: pathlib.Pat
 
 
 def model() -> models.Model:
-    """Logits that favour class 0 by the one pixel's value; a blank image gives NaN."""
+    """A model whose logit of class 0 is log(pixel), so that a blank image gives NaN."""
 
     def apply(variables: Any, inputs: jax.Array, *, train: bool, key: Any = None):
         value = inputs.reshape(inputs.shape[0])

@@ -1,4 +1,4 @@
-"""Processes that differ: each difference is found before the first update."""
+"""Processes that differ: each difference is reported before the first update."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ARGUMENTS = (
     "--config.eval.every=100 percent",
     "--config.log.tensorboard=False",
 )
-# A data set that may differ, and a network.
+# A data set that may differ between processes, and a network.
 MODULES = {
     "my_data.py": """
 import os
@@ -53,8 +53,8 @@ class Net(nn.Module):
         return nn.Dense(10)(x)
 """,
 }
-OWN_NET = ("--config.model={'name': 'my_net:Net'}",)
-OWN_DATA = (
+CUSTOM_NET = ("--config.model={'name': 'my_net:Net'}",)
+CUSTOM_DATA = (
     "--config.data.name=my_data:points",
     "--config.data.train_split=train",
     "--config.data.eval_split=test",
@@ -70,14 +70,14 @@ def write(folder: pathlib.Path, changes: dict[str, str] | None = None) -> str:
 
 
 def process(folder: str, *flags: str, **more: Any) -> dict[str, Any]:
-    """A process that trains; of flags with one name it gets the last."""
+    """Describes a process that trains; of several flags with the same name, the last counts."""
     chosen = {flag.partition("=")[0]: flag for flag in (*ARGUMENTS, *flags)}
-    found = {"argv": ["lamb_tpu.train", *chosen.values()], "env": {}, "cwd": folder}
-    return found | {"fresh": False} | more
+    actual = {"argv": ["lamb_tpu.train", *chosen.values()], "env": {}, "cwd": folder}
+    return actual | {"fresh": False} | more
 
 
 def run(folder: pathlib.Path, runs: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Outcomes of runs of several processes."""
+    """Runs several processes; returns their outcomes."""
     file = folder / "runs.json"
     file.write_text(json.dumps(runs))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
@@ -93,14 +93,14 @@ def run(folder: pathlib.Path, runs: list[list[dict[str, Any]]]) -> list[list[dic
 
 
 def errors(outcome: list[dict[str, Any]]) -> list[str]:
-    """The error of each process, which ends with status 2."""
-    found = []
+    """Returns the error of each process after asserting exit status 2."""
+    actual = []
     for each in outcome:
         lines = [line for line in each["stderr"].splitlines() if "Gloo" not in line]
         assert each["status"] == 2 and len(lines) == 1, each
         assert "update" not in each["stdout"]
-        found.append(lines[0])
-    return found
+        actual.append(lines[0])
+    return actual
 
 
 def test_another_rate_on_one_of_three_processes(tmp_path: pathlib.Path) -> None:
@@ -108,12 +108,12 @@ def test_another_rate_on_one_of_three_processes(tmp_path: pathlib.Path) -> None:
     plain = process(folder, workdir)
     other = process(folder, workdir, "--config.optimizer.learning_rate=0.05")
     (outcome,) = run(tmp_path, [[plain, other, plain]])
-    (found,) = set(errors(outcome))
+    (actual,) = set(errors(outcome))
     host = distributed.socket.gethostname()
-    assert found.startswith(
+    assert actual.startswith(
         f"error: config.optimizer.learning_rate is 0.05 on process 1 (host {host}) and "
     )
-    assert found.endswith(
+    assert actual.endswith(
         f" on processes 0 (host {host}) and 2 (host {host}); start all processes with the same "
         "command"
     )
@@ -140,19 +140,16 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
     other_net = write(tmp_path / "there", {"my_net.py": MODULES["my_net.py"] + "# changed\n"})
     other_helper = write(tmp_path / "elsewhere", {"my_helper.py": "WIDTH = 16  # changed\n"})
 
-    def changed(*flags: str) -> list[dict[str, Any]]:
-        return [process(here, workdir), process(here, workdir, *flags), process(here, workdir)]
+    def changed(
+        *flags: str, common: tuple[str, ...] = (), folder: str = here, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Describes three processes with `common` flags; the second has the given differences."""
+        plain = process(here, workdir, *common)
+        return [plain, process(folder, workdir, *common, *flags, **more), plain]
 
     def with_state(state: str) -> list[dict[str, Any]]:
-        plain = process(here, workdir, *OWN_DATA)
-        return [plain, process(here, workdir, *OWN_DATA, env={"STATE": state}), plain]
+        return changed(common=CUSTOM_DATA, env={"STATE": state})
 
-    def with_net(folder: str) -> list[dict[str, Any]]:
-        plain = process(here, workdir, *OWN_NET)
-        return [plain, process(folder, workdir, *OWN_NET), plain]
-
-    fresh = {"fresh": True, "env": {"PYTHONPATH": str(package)}}
-    of_x64 = {"fresh": True, "env": {"JAX_ENABLE_X64": "1"}}
     cases = {
         "recipe": (changed(f"--config={stale}"), 'config.schedule.warmup is "2 epochs" on process'),
         "seed": (changed("--config.seed=7"), "config.seed is 7 on process 1"),
@@ -163,11 +160,11 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
         ),
         "workdir": (changed(f"--workdir={tmp_path}/other"), f"--workdir is {tmp_path}/other on"),
         "package": (
-            [process(here, workdir), process(here, workdir, **fresh), process(here, workdir)],
+            changed(fresh=True, env={"PYTHONPATH": str(package)}),
             "the file lamb_tpu/optim/lamb.py of lamb_tpu is ",
         ),
         "setting": (
-            [process(here, workdir), process(here, workdir, **of_x64), process(here, workdir)],
+            changed(fresh=True, env={"JAX_ENABLE_X64": "1"}),
             "the setting jax_enable_x64 is True on process 1",
         ),
         "length": (with_state("shorter"), "the length of the training set is 960 on process 1"),
@@ -175,18 +172,21 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
             with_state("other label"),
             "examples (SHA-256 of 'label') of the training set is ",
         ),
-        "absent": (with_state("absent"), "config.data.name is 'my_data:points'; making it fails"),
-        "module": (with_net(other_net), "the custom module my_net is "),
-        "helper": (with_net(other_helper), "the custom module my_helper is "),
+        "absent": (with_state("absent"), "config.data.name='my_data:points' cannot be made"),
+        "module": (changed(common=CUSTOM_NET, folder=other_net), "the custom module my_net is "),
+        "helper": (
+            changed(common=CUSTOM_NET, folder=other_helper),
+            "the custom module my_helper is ",
+        ),
     }
     outcomes = run(tmp_path, [started for started, _ in cases.values()])
     for (name, (_, message)), outcome in zip(cases.items(), outcomes, strict=True):
-        found = {line.replace("error: process 1: ", "error: ") for line in errors(outcome)}
-        assert len(found) == 1, (name, found)
-        assert found.pop().startswith(f"error: {message}"), (name, outcome)
+        actual = {line.replace("error: process 1: ", "error: ") for line in errors(outcome)}
+        assert len(actual) == 1, (name, actual)
+        assert actual.pop().startswith(f"error: {message}"), (name, outcome)
         assert not (tmp_path / "run" / "metrics.jsonl").exists(), name
-    # The same processes without a difference train; so do evaluations, but not of two steps.
-    plain = process(here, workdir, *OWN_NET, *OWN_DATA)
+    # Equal processes train, and evaluate; processes that evaluate different steps are rejected.
+    plain = process(here, workdir, *CUSTOM_NET, *CUSTOM_DATA)
     evaluate = ["lamb_tpu.evaluate", workdir]
     differing = [process(here, argv=evaluate), process(here, argv=[*evaluate, "--step=1"])]
     trained, evaluated, rejected = run(
@@ -201,11 +201,11 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The values that this process, as one of three, would compare."""
-    found: list[dict[str, str]] = []
+    """Returns the values that this process, as one of three, would compare."""
+    actual: list[dict[str, str]] = []
     monkeypatch.setattr(distributed, "index_and_count", lambda: (1, 3))
-    monkeypatch.setattr(agreement, "compare", lambda values, remedy: found.append(dict(values)))
-    return found
+    monkeypatch.setattr(agreement, "compare", lambda values, remedy: actual.append(dict(values)))
+    return actual
 
 
 def test_start(compared: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +227,10 @@ def test_start(compared: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) 
     files = {path for path in values if path.startswith("the file ")}
     assert "the file lamb_tpu/run/identity.py of lamb_tpu" in files
     assert not [key for key in values if "custom module" in key]
-    # A value that no config may have is compared, not raised in one process alone.
+    # An invalid value is compared like a valid value: an error in only one process would block the
+    # other processes.
     identity.check_start(tiny.change(config, {"seed": {1}}), "gs://bucket/x")
-    assert "config.seed is {1}" in compared[1]["config.*"]
+    assert "config.seed={1}" in compared[1]["config.*"]
     assert compared[1]["--workdir"] == "gs://bucket/x"
 
 
@@ -253,7 +254,7 @@ def test_set(compared: list[dict[str, str]]) -> None:
     "key, remedy",
     [
         ("the version of lamb_tpu", "install the same version on every host"),
-        ("the file lamb_tpu/own.py of lamb_tpu", "install the same version on every host"),
+        ("the file lamb_tpu/custom.py of lamb_tpu", "install the same version on every host"),
         ("the version of jax", "install the same versions on every host"),
         ("the setting jax_enable_x64", "start all processes in the same environment"),
         ("the environment variable XLA_FLAGS", "start all processes in the same environment"),

@@ -1,11 +1,11 @@
-"""The metric that is compared: of the flag, of the config, or the usual one of the task."""
+"""The metric to compare: from the flag, the config, or the task."""
 
 from typing import Any
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.run import metric
+from tests.raising import rejected
 
 BEST = {"checkpoint.best": "auc", "checkpoint.best_mode": "max"}
 TARGET = {"target.metric": "steps_loss", "target.mode": "max"}
@@ -13,7 +13,7 @@ NAMES = ("loss", "accuracy", "auc", "steps_loss")
 
 
 @pytest.mark.parametrize(
-    "config, names, flags, found",
+    "config, names, flags, expected",
     [
         ({}, ("loss", "accuracy"), (None, None), ("accuracy", "higher")),
         ({}, ("exact_match", "f1"), (None, None), ("f1", "higher")),
@@ -28,12 +28,31 @@ NAMES = ("loss", "accuracy", "auc", "steps_loss")
         (BEST, NAMES, ("accuracy", None), ("accuracy", "higher")),
     ],
 )
-def test_choice(config: Any, names: Any, flags: Any, found: tuple[str, str]) -> None:
-    assert metric.choose(config, names, *flags) == found
+def test_choice(config: Any, names: Any, flags: Any, expected: tuple[str, str]) -> None:
+    assert metric.choose(config, names, *flags) == expected
 
 
-def test_mistakes() -> None:
-    with pytest.raises(UserError, match="--metric is 'acc'; the evaluation's metrics are: auc, "):
+def test_errors() -> None:
+    with rejected("--metric", "acc", "is unknown", "use auc or loss"):
         metric.choose({}, ("auc", "loss"), "acc")
-    with pytest.raises(UserError, match="--metric is missing; .* are: auc, rank"):
+    with rejected("--metric", problem="is missing", remedy="use auc or rank"):
         metric.choose({}, ("rank", "auc"))
+
+
+@pytest.mark.parametrize(
+    "task, decay, key, is_known",
+    [
+        ("classification", 0.0, "accuracy", True),
+        ("classification", 0.0, "bleu", False),
+        ("classification", 0.0, "ema_accuracy", False),
+        ("classification", 0.9, "ema_accuracy", True),
+        ("question_answering", 0.0, "f1", True),
+        ("masked_lm", 0.0, "nsp_loss", True),
+        ("language_model", 0.0, metric.RATE, True),
+        ("my_module:Task", 0.0, "anything", True),
+    ],
+)
+def test_what_a_task_measures(task: str, decay: float, key: str, is_known: bool) -> None:
+    reason = metric.unknown({"task.name": task, "ema.decay": decay}, key)
+    assert (reason == "") is is_known
+    assert is_known or f"the task {task!r} does not measure; it has: loss, accuracy" in reason

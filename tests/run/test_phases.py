@@ -1,6 +1,6 @@
-"""Several runs as one command: in order, each from the one before, resumable anywhere."""
+"""Phases: one command makes several runs, each from the previous one, and resumes at any update."""
 
-import itertools
+import functools
 import json
 import pathlib
 import shutil
@@ -17,11 +17,14 @@ from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.plan import __main__ as plan
 from lamb_tpu.run import phases
 from lamb_tpu.run.weights import open_weights
+from lamb_tpu.spec import Spec
 from lamb_tpu.store import checksums
-from lamb_tpu.store.metrics import MetricsWriter, read_records
+from lamb_tpu.store.metrics import read_records
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.train import train
 from tests import tiny
+from tests.raising import rejected
+from tests.test_train import Interrupted, interrupt_at
 
 SECOND = {
     "duration": "8 steps",
@@ -34,7 +37,10 @@ SECOND = {
 
 
 def two(first: Any = None, second: Any = None, **changes: Any) -> ConfigDict:
-    """6 updates, then 8 with half the batch, another rate and the moments kept."""
+    """Returns a config of two phases: 6 updates, then 8 updates with half the batch and another rate.
+
+    The second phase continues the moments of the first.
+    """
     values = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
     config = tiny.digits(**values | changes)
     config.phases = ConfigDict(
@@ -47,7 +53,7 @@ def two(first: Any = None, second: Any = None, **changes: Any) -> ConfigDict:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("whole")
     train(two(), workdir, quiet=True)
     return workdir
@@ -65,15 +71,17 @@ def records(workdir: pathlib.Path) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same(workdir: pathlib.Path, whole: pathlib.Path) -> None:
-    for (found, where), (expected, position) in zip(states(workdir), states(whole), strict=True):
-        tiny.assert_equal(found, expected)
+def assert_same(workdir: pathlib.Path, uninterrupted: pathlib.Path) -> None:
+    for (actual, where), (expected, position) in zip(
+        states(workdir), states(uninterrupted), strict=True
+    ):
+        tiny.assert_equal(actual, expected)
         assert where["loader"] == position["loader"] and where["best"] == position["best"]
-    assert records(workdir) == records(whole)
+    assert records(workdir) == records(uninterrupted)
 
 
 @pytest.mark.long
-def test_are_two_runs_of_their_own(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_phases_are_separate_runs(uninterrupted: pathlib.Path, tmp_path: pathlib.Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     common = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
     train(tiny.digits(duration="6 steps", **common), first, quiet=True)
@@ -89,63 +97,51 @@ def test_are_two_runs_of_their_own(whole: pathlib.Path, tmp_path: pathlib.Path) 
     )
     train(config, second, quiet=True)
     for name, folder in (("phase_1", first), ("phase_2", second)):
-        files = {path.name for path in (whole / name).iterdir()}
+        files = {path.name for path in (uninterrupted / name).iterdir()}
         assert files == {path.name for path in folder.iterdir()}
-        found, expected = (
-            json.loads((path / "config.json").read_text()) for path in (whole / name, folder)
+        actual, expected = (
+            json.loads((path / "config.json").read_text())
+            for path in (uninterrupted / name, folder)
         )
-        found.pop("init_from"), expected.pop("init_from")
-        assert found == expected
+        actual.pop("init_from"), expected.pop("init_from")
+        assert actual == expected
     state, _ = tiny.restored(config, second)
     assert int(state.step) == 8 and int(state.opt_state.count) == 14
-    tiny.assert_equal(states(whole)[1][0], state)
-    assert Workdir(whole).read_config() == flatten(two())
-    assert open_weights(str(whole), "--checkpoint").folder == whole / "phase_2"
+    tiny.assert_equal(states(uninterrupted)[1][0], state)
+    assert Workdir(uninterrupted).read_config() == flatten(two())
+    assert open_weights(str(uninterrupted), "--checkpoint").folder == uninterrupted / "phase_2"
 
 
-def test_complete_ones_are_passed_over(
-    whole: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
+def test_complete_phases_are_skipped(
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
     workdir = tmp_path / "copy"
-    shutil.copytree(whole, workdir)
-    # Never needed again.
+    shutil.copytree(uninterrupted, workdir)
+    # The first phase's checkpoints are not needed any more.
     shutil.rmtree(workdir / "phase_1" / "checkpoints" / "6")
     before = tiny.fingerprint(workdir)
     metrics = train(two(log__every="2 steps"), workdir)
     assert capsys.readouterr().out.startswith(
         "phase_1: complete, skipped\nphase_2 (phases: phase_1, phase_2)\n"
     )
-    last = read_records(whole / "phase_2" / "metrics.jsonl", "eval")[-1]
+    last = read_records(uninterrupted / "phase_2" / "metrics.jsonl", "eval")[-1]
     assert metrics == {name: last[name] for name in metrics} and "ema_accuracy" in metrics
     after = tiny.fingerprint(workdir)
-    assert before.pop("config.json") != after.pop("config.json")  # the receipt of this start
+    assert before.pop("config.json") != after.pop(
+        "config.json"
+    )  # the config, which is written at each start
     assert after == before
 
 
-class Killed(Exception):
-    """Stands for whatever ends a run."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The `number`th record from now on is not written any more."""
-    write, numbers = MetricsWriter.write, itertools.count(1)
-
-    def killed(self: MetricsWriter, *arguments: Any) -> None:
-        if next(numbers) == number:
-            raise Killed
-        write(self, *arguments)
-
-    monkeypatch.setattr(MetricsWriter, "write", killed)
-
-
 @pytest.mark.long
-def test_ended_again_and_again(
-    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupted_repeatedly(
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Phase 1 has 6 polls before updates and 3 in each of 2 evaluations."""
+    """Phase 1 polls before each of 6 updates, and 3 times in each of 2 evaluations."""
+    crash_at = functools.partial(interrupt_at, kind="train")
     for end, number, message, there in [
         (tiny.preempt_at, 4, "^preempted at update 3, saved; start", ("phase_1", {"2", "3"})),
-        (kill_at, 3, None, ("phase_1", {"2", "3", "4"})),
+        (crash_at, 5, None, ("phase_1", {"2", "3", "4"})),
         (
             tiny.preempt_at,
             4,
@@ -153,28 +149,28 @@ def test_ended_again_and_again(
             ("phase_1", {"2", "3", "4", "6"}),
         ),
         (tiny.preempt_at, 3 + 4, "^preempted at update 3, saved", ("phase_2", {"2", "3"})),
-        (kill_at, 4, None, ("phase_2", {"2", "3", "4"})),
+        (crash_at, 6, None, ("phase_2", {"2", "3", "4"})),
         (tiny.preempt_at, 1, "^preempted at update 4, saved", ("phase_2", {"2", "3", "4"})),
     ]:
         with monkeypatch.context() as patch:
             end(patch, number)
-            with pytest.raises((Preempted, Killed), match=message):
+            with pytest.raises((Preempted, Interrupted), match=message):
                 train(two(), tmp_path, quiet=True)
         name, saved = there
         assert {path.name for path in (tmp_path / name / "checkpoints").iterdir()} == saved, there
     train(two(), tmp_path, quiet=True)
-    assert_same(tmp_path, whole)
+    assert_same(tmp_path, uninterrupted)
 
 
-def test_last_checkpoint_of_the_phase_before_is_damaged(
-    whole: pathlib.Path, tmp_path: pathlib.Path
+def test_last_checkpoint_of_the_previous_phase_is_damaged(
+    uninterrupted: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     workdir = tmp_path / "copy"
-    shutil.copytree(whole, workdir)
+    shutil.copytree(uninterrupted, workdir)
     shutil.rmtree(workdir / "phase_2")
     (workdir / "phase_1" / "checkpoints" / "6" / checksums.NAME).unlink()
     train(two(), workdir, quiet=True)
-    assert_same(workdir, whole)
+    assert_same(workdir, uninterrupted)
 
 
 @pytest.mark.long
@@ -193,12 +189,15 @@ def test_first_phase_starts_as_the_config_says(
     ]
 
 
-def test_mistake_in_the_first_weights_does_not_take_the_folder(
+def test_error_in_the_initial_weights_leaves_no_files(
     trained: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     for weights, message in (
         (tmp_path, f"config.init_from {tmp_path} holds no run"),
-        (trained, "config.init_from: .* has hidden0/bias of shape .16,., this model of .8,."),
+        (
+            trained,
+            "config.init_from: .* has hidden0/bias of shape .16,., but this model needs .8,.",
+        ),
     ):
         config = two(model__hidden_sizes=(8,), init_from=str(weights))
         with pytest.raises(UserError, match=r"^config\.phases\.phase_1: " + message):
@@ -206,30 +205,33 @@ def test_mistake_in_the_first_weights_does_not_take_the_folder(
         assert not list((tmp_path / "run").rglob("*.json"))
 
 
-# What phase_2 sets; what the sentence says after config.phases.phase_2.
-MISTAKES = [
+# The changes of phase_2, and the message after config.phases.phase_2.
+ERRORS = [
     ({"optimiser": {"b1": 0.8}}, r"\.optimiser is unknown; config has: .*opt"),
     ({"eval": {"evry": "1"}}, r"\.eval\.evry is unknown; config\.eval has: .*"),
-    ({"batch_size": "many"}, r"\.batch_size is 'many'; it must be a whole num"),
-    ({"batch_size": 0}, r"\.batch_size is 0; it must be at least 1"),
-    ({"batch_size": 60}, r"\.batch_size is 60, .*8 devices.*56 or 64 would"),
-    ({"schedule": "cosine"}, r"\.schedule is 'cosine'; it must be a ConfigDict"),
-    ({"schedule": {"decay": "poly"}}, r"\.schedule\.decay is 'poly'; known"),
-    ({"optimizer": {"bb": 1}}, r": config\.optimizer: lamb has no arg.*'bb'"),
+    ({"batch_size": "many"}, r"\.batch_size='many' has the wrong type; use a whole num"),
+    ({"batch_size": 0}, r"\.batch_size=0 is out of range; use at least 1"),
+    ({"batch_size": 60}, r"\.batch_size=60 .*8 devices.*use 56 or 64"),
+    ({"schedule": "cosine"}, r"\.schedule='cosine' is not a section; use a ConfigDict"),
+    ({"schedule": {"decay": "poly"}}, r"\.schedule\.decay='poly' is unknown; use"),
+    ({"optimizer": {"bb": 1}}, r"\.optimizer\.bb is unknown; optimizer 'lamb' has: name, "),
     ({"model": {"hidden_sizes": (8,)}}, r": config\.init_from: the phase before"),
     (
         {"optimizer": {"name": "adamw"}, "init": {"optimizer_state": "keep"}},
         r": config\.init_from: the phase before it has the state of another",
     ),
-    ({"init_from": "x"}, r"\.init_from cannot be set: the first phase starts"),
+    (
+        {"init_from": "x"},
+        r"\.init_from cannot be set in a phase: each .* set config.init_from inst",
+    ),
     ({"phases": {}}, r"\.phases cannot be set"),
-    ({}, r" is empty; it must be a ConfigDict of the keys it sets"),
-    (3, r" is 3; it must be a ConfigDict"),
+    ({}, r"={} is not a ConfigDict with keys; use a ConfigDict of the keys that differ"),
+    (3, r"=3 is not a ConfigDict with keys"),
 ]
 
 
-@pytest.mark.parametrize("second, message", MISTAKES, ids=[str(second) for second, _ in MISTAKES])
-def test_mistake_is_found_before_the_first_phase_starts(
+@pytest.mark.parametrize("second, message", ERRORS, ids=[str(second) for second, _ in ERRORS])
+def test_error_is_reported_before_the_first_phase_starts(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, second: Any, message: str
 ) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
@@ -243,7 +245,7 @@ def test_mistake_is_found_before_the_first_phase_starts(
 def test_names(tmp_path: pathlib.Path, name: str) -> None:
     config = tiny.digits()
     config.phases = ConfigDict({name: {"seed": 1}}, allow_dotted_keys=True)
-    with pytest.raises(UserError, match=f"config.phases.{name}: '{name}' cannot name the phase's"):
+    with rejected(f"config.phases.{name}", problem=f"'{name}' cannot be the name of a folder"):
         phases.split(config, tmp_path)
 
 
@@ -253,20 +255,21 @@ def test_fields_left_at_their_defaults_may_be_set(tmp_path: pathlib.Path) -> Non
     before = flatten(config)
     first, second = phases.split(config, tmp_path)
     assert (first.name, first.folder) == ("phase_1", tmp_path / "phase_1")
-    assert second.config.optimizer.b2 == 0.9 and "b2" not in first.config.optimizer
-    assert second.config.data.options.to_dict() == {"sequence_length": 512}
+    assert second.config.optimizer.get("b2") == 0.9
+    assert "b2" not in first.config.optimizer.fields
+    assert second.config.data.options == {"sequence_length": 512}
     assert second.config.init_from == str(tmp_path / "phase_1") and first.config.init_from is None
     assert not second.config.phases and flatten(config) == before
     assert phases.split(first.config)[0].name == ""
 
 
-def test_changed_phase(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_changed_phase(uninterrupted: pathlib.Path, tmp_path: pathlib.Path) -> None:
     workdir = tmp_path / "copy"
-    shutil.copytree(whole, workdir)
+    shutil.copytree(uninterrupted, workdir)
     before = tiny.fingerprint(workdir)
-    with pytest.raises(UserError, match="phases.phase_2.seed: 1 there, 5 now"):
+    with rejected(f"--workdir {workdir}", problem="phases.phase_2.seed: 1 there, 5 now"):
         train(two(second=SECOND | {"seed": 5}), workdir, quiet=True)
-    with pytest.raises(UserError, match="phases.phase_1.duration: '6 steps' there, None now"):
+    with rejected("*", problem="phases.phase_1.duration: '6 steps' there, None now"):
         train(tiny.digits(), workdir, quiet=True)
     assert tiny.fingerprint(workdir) == before
     train(two(second=SECOND | {"log": {"every": "3 steps"}}), workdir, quiet=True)
@@ -277,17 +280,17 @@ def test_one_start_at_a_time(tmp_path: pathlib.Path) -> None:
         train(two(), tmp_path, quiet=True)
 
 
-def test_evaluation_is_of_one_phase(whole: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="config.phases has phase_1, phase_2, .* argument phase=N"):
-        evaluate_checkpoint(two(), whole)
-    phase = phases.split(two(), whole)[1]
-    own = evaluate_checkpoint(phase.config, phase.folder)
-    assert own["step"] == 8 and own == evaluate_checkpoint(None, phase.folder)
+def test_evaluation_is_of_one_phase(uninterrupted: pathlib.Path) -> None:
+    with rejected("config.phases", problem="phase_1, phase_2", remedy="argument phase=N"):
+        evaluate_checkpoint(two(), uninterrupted)
+    phase = phases.split(two(), uninterrupted)[1]
+    metrics = evaluate_checkpoint(phase.config, phase.folder)
+    assert metrics["step"] == 8 and metrics == evaluate_checkpoint(None, phase.folder)
 
 
 def test_a_plan_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     class Planned:
-        def __init__(self, config: ConfigDict, name: str, *others: Any) -> None:
+        def __init__(self, config: Spec, name: str, *others: Any, **named: Any) -> None:
             self.text = f"{name}: {config.batch_size}"
 
         def as_json(self) -> dict[str, Any]:
@@ -314,8 +317,8 @@ def test_a_plan_of_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     )
     values.json = True
     plan.main()
-    found = [{"phase": "phase_1", "text": "v3-8: 64"}, {"phase": "phase_2", "text": "v3-8: 32"}]
-    assert json.loads(capsys.readouterr().out) == found
+    actual = [{"phase": "phase_1", "text": "v3-8: 64"}, {"phase": "phase_2", "text": "v3-8: 32"}]
+    assert json.loads(capsys.readouterr().out) == actual
     values.config = tiny.digits()
     plan.main()
     assert json.loads(capsys.readouterr().out) == {"text": "v3-8: 64"}

@@ -1,4 +1,4 @@
-"""Checks of a run's data before anything compiles, later, and by the guards."""
+"""Checks of a run's data: before anything compiles, in later batches, and by the guards."""
 
 import pathlib
 import re
@@ -13,10 +13,12 @@ from lamb_tpu import data, evaluate
 from lamb_tpu.errors import UserError
 from lamb_tpu.run import preflight
 from lamb_tpu.run.build import prepare
+from lamb_tpu.run.evaluator import make_evaluator, metric_names
 from lamb_tpu.train import train
 from tests import tiny
+from tests.raising import rejected
 
-# A set of points with one wrong value in the example `at` of one split, in arrays or read by parts.
+# A custom set with a wrong value in example `at` of one split, in arrays or read in parts.
 POINTS = """
     import numpy as np
 
@@ -25,6 +27,7 @@ POINTS = """
     def points(
         split, size: int = 256, label: int = -9, pixel: float = 0.0, at: int = 7,
         of: str = "train", classes: int = 3, parts: bool = False, dtype: str = "int32",
+        form: str = "",
     ):
         rng = np.random.default_rng({"train": 0, "test": 1}[split])
         labels = rng.integers(3, size=size).astype(dtype)
@@ -33,6 +36,14 @@ POINTS = """
             labels[at] = labels[at] if label == -9 else label
             image[at, 1] += np.float32(pixel)
         arrays = {"image": image, "label": labels}
+        if split == "test":  # of which a field can have another form
+            arrays |= {
+                "": {}, "columns": {"image": np.ones((size, 3), np.float32)},
+                "axes": {"label": labels[:, None]}, "type": {"image": np.ones((size, 2), np.uint8)},
+                "name": {"images": image}, "width": {"label": labels.astype(np.int64)},
+            }[form]
+            if form == "name":
+                del arrays["image"]
         found = ArraySource(f"points:{split}", arrays, classes)
         return Parts(found) if parts else found
 
@@ -51,7 +62,7 @@ POINTS = """
 
 @pytest.fixture
 def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The folder of the module `my_points`, where Python finds it."""
+    """Writes the module `my_points` into a folder on Python's path."""
     (tmp_path / "my_points.py").write_text(textwrap.dedent(POINTS))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "my_points", raising=False)
@@ -59,7 +70,6 @@ def points(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 
 def config(options: dict[str, Any], **changes: Any) -> ConfigDict:
-    """A small run on the points."""
     return tiny.digits(
         **{
             "data__name": "my_points:points",
@@ -74,19 +84,18 @@ def config(options: dict[str, Any], **changes: Any) -> ConfigDict:
     )
 
 
-# Options of the set, and the message: the field, the value, the range, the example and the set.
+# Options of the set, and the message after the example.
 WRONG = {
     "one too many": (
         {"label": 3},
-        "label of example 7 of points:train (split 'train') is 3; it "
-        "must be 0 to 2, the classes of the model, counted from 0; correct the data",
+        "3, which is not 0 to 2, the classes of the model, counted from 0; correct the data set",
     ),
-    "ignore": ({"label": -1}, "label of example 7 of points:train (split 'train') is -1; it must"),
-    "far": ({"label": -5}, "label of example 7 of points:train (split 'train') is -5; it must be"),
-    "nan": ({"pixel": np.nan}, "image[1] of example 7 of points:train (split 'train') is nan; it"),
-    "late": ({"label": 3, "at": 255}, "label of example 255 of points:train (split 'train') is 3"),
-    "evaluation": ({"label": 3, "of": "test"}, "label of example 7 of points:test (split 'test')"),
-    "number of classes": ({"label": 3, "classes": 0}, "label of example 7 of points:train (split"),
+    "ignore": ({"label": -1}, "-1, which is not"),
+    "far": ({"label": -5}, "-5, which is not 0"),
+    "nan": ({"pixel": np.nan}, "nan, which"),
+    "late": ({"label": 3, "at": 255}, "3"),
+    "evaluation": ({"label": 3, "of": "test"}, "3"),
+    "number of classes": ({"label": 3, "classes": None}, "3"),
 }
 
 
@@ -96,9 +105,9 @@ def test_wrong_data_is_rejected_before_anything_compiles(
     points: pathlib.Path, name: str, smoothing: float
 ) -> None:
     options, message = WRONG[name]
-    if options.get("classes") == 0:  # a set that does not say it: the model does
-        options = {**options, "classes": None}
-    with pytest.raises(UserError, match="^" + re.escape(message)):
+    field, of = "image[1]" if "pixel" in options else "label", options.get("of", "train")
+    example = f"{field} of example {options.get('at', 7)} of points:{of} (split '{of}') is "
+    with pytest.raises(UserError, match="^" + re.escape(example + message)):
         train(config(options, task__label_smoothing=smoothing), points / "run", quiet=True)
     assert not (points / "run" / "metrics.jsonl").exists()
 
@@ -106,8 +115,39 @@ def test_wrong_data_is_rejected_before_anything_compiles(
 def test_more_classes_in_evaluation(points: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepare(config({}), None)
     monkeypatch.setattr(run.eval_set, "num_classes", 4)
-    with pytest.raises(UserError, match="^config.data.eval_split is 'test', which has 4 classes"):
+    with rejected("config.data.eval_split", "test", "has 4 classes, and the training set has 3"):
         preflight.check_data(run)
+
+
+@pytest.mark.parametrize(
+    "form, difference",
+    [
+        ("columns", ("image", "is float32[3]", "float64[2]")),
+        ("axes", ("label", "is int32[1]", "int32[]")),
+        ("type", ("image", "is uint8[2]", "float64[2]")),
+        ("name", ("image", "is missing", "float64[2]")),
+    ],
+)
+def test_splits_of_different_form(
+    points: pathlib.Path, form: str, difference: tuple[str, str, str]
+) -> None:
+    field, there, here = difference
+    message = (
+        f"^field '{field}' {re.escape(there)} in config.data.eval_split .points:test. and "
+        f"{re.escape(here)} in config.data.train_split .points:train.; use splits with the same "
+        "fields, "
+    )
+    with pytest.raises(UserError, match=message):
+        train(config({"form": form}), points / "run", quiet=True)
+    if form in ("columns", "name"):  # the other forms are rejected earlier
+        with pytest.raises(UserError, match=message):
+            make_evaluator(prepare(config({"form": form}), None))
+    assert not (points / "run" / "metrics.jsonl").exists()
+
+
+def test_splits_may_differ_in_bits(points: pathlib.Path) -> None:
+    run = prepare(config({"form": "width"}), None)
+    assert "accuracy" in metric_names(run)
 
 
 def test_right_data_passes_and_small_sets_are_checked_in_full(points: pathlib.Path) -> None:
@@ -123,24 +163,24 @@ def test_right_data_passes_and_small_sets_are_checked_in_full(points: pathlib.Pa
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_later_batch_with_a_value_that_is_not_finite(points: pathlib.Path, value: float) -> None:
-    """The first examples of a set that is read from files are right."""
+    """A set that is read from files is checked only in part before the run."""
     order = data.global_indices(0, 0, 64 * 4, 256)
     at = int(order[64 * 3 + 5])  # in update 4
     settings = config({"pixel": value, "at": at, "parts": True})
-    message = f"^image.1. of example {at} of points:train .* is {value}; it must be finite"
+    message = f"^image.1. of example {at} of points:train .* is {value}, which is not finite"
     with pytest.raises(UserError, match=message):
         train(settings, points / "run", quiet=True)
 
 
 def test_batch_of_a_diverged_update_is_examined(points: pathlib.Path) -> None:
-    """1e38 is finite, and no batch's check rejects it; its loss is not."""
+    """The value 1e38 is finite, so no check rejects its batch, but its loss is not finite."""
     order = data.global_indices(0, 0, 64 * 4, 256)
     at = int(order[64 * 2 + 5])  # in update 3
     settings = config({"pixel": 1e38, "at": at}, optimizer__learning_rate=0.01)
     with pytest.raises(
         UserError,
         match="^.* at update 3, and its batch may be the cause: image.1. "
-        f"of example {at} of points:train .* is 1e.38; it must be .*finite in float"
+        f"of example {at} of points:train .* is 1e.38, which is not .*finite in float"
         ".*the last checkpoint is .*/2",
     ):
         train(settings, points / "run", quiet=True)
@@ -151,7 +191,7 @@ def test_evaluate_checks_its_split(points: pathlib.Path) -> None:
     settings = config({"label": 3, "of": "train"}, data__train_split="test", duration="2 steps")
     train(settings, points / "run", quiet=True)
     evaluate.evaluate_checkpoint(None, points / "run")
-    with pytest.raises(UserError, match="^label of example 7 of points:train .split 'train'. is 3"):
+    with rejected("label of example 7 of points:train (split 'train')", 3):
         evaluate.evaluate_checkpoint(None, points / "run", split="train")
 
 
@@ -160,7 +200,7 @@ def test_evaluate_checks_its_split(points: pathlib.Path) -> None:
 def test_error_of_one_process_ends_both(
     points: pathlib.Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """The second process reads the wrong example in a later batch; the first one would wait."""
+    """Only the second process reads the wrong example, but both must end."""
     order = data.global_indices(0, 0, 64 * 8, 512)
     at = int(order[64 * 3 + 60]) if of == "train" else 500
     (points / "recipe.py").write_text(
@@ -183,7 +223,7 @@ def test_error_of_one_process_ends_both(
         f"--config={points / 'recipe.py'}",
         f"--workdir={points / 'run'}",
     )
-    found = tiny.unbroken(ended.stderr)
-    message = f"label of example {at} of points:{of} (split '{of}') is 3; it must be 0 to 2"
-    assert ended.returncode == 2 and message in found, found
+    actual = tiny.unbroken(ended.stderr)
+    message = f"label of example {at} of points:{of} (split '{of}') is 3, which is not 0 to 2"
+    assert ended.returncode == 2 and message in actual, actual
     assert not list((points / "run" / "checkpoints").iterdir())

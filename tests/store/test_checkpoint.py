@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what comes back, and what damage does."""
+"""Checkpoints: saving, restoring, which checkpoints are kept, and damage."""
 
 import errno
 import json
@@ -17,11 +17,12 @@ import pytest
 from jax.experimental import multihost_utils
 
 from lamb_tpu.errors import UserError
-from lamb_tpu.files import reading
+from lamb_tpu.files import buckets, reading
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.store import checksums
 from lamb_tpu.store.checkpoint import Checkpoints
-from tests import tiny
+from tests import gcs, tiny
+from tests.raising import rejected
 
 
 def state(step: int) -> dict[str, Any]:
@@ -45,12 +46,17 @@ def position(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Checkpoints 2, 3 and 5."""
+    """A folder with the checkpoints of updates 2, 3 and 5."""
     folder = tmp_path_factory.mktemp("saved")
     with Checkpoints(folder, keep=10) as checkpoints:
-        for step in (2, 3, 5):
-            checkpoints.save(step, state(step), position(step))
+        save(checkpoints, 2, 3, 5)
     return folder
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    """Saves the states of these updates."""
+    for step in steps:
+        checkpoints.save(step, state(step), position(step))
 
 
 @pytest.fixture
@@ -59,64 +65,63 @@ def folder(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def latest(folder: pathlib.Path) -> tuple[int, list[str]]:
-    """The step that is restored, whole, and what is told on the way."""
-    told: list[str] = []
-    with Checkpoints(folder, 10, told.append, writes=False) as checkpoints:
-        found, where = checkpoints.restore_latest(ABSTRACT)
-    step = int(found["step"])
-    tiny.assert_equal(found, state(step))
+    """Restores the newest readable checkpoint and checks its state; returns its update and the reports."""
+    output: list[str] = []
+    with Checkpoints(folder, 10, output.append, writes=False) as checkpoints:
+        actual, where = checkpoints.restore_latest(ABSTRACT)
+    step = int(actual["step"])
+    tiny.assert_equal(actual, state(step))
     assert where == position(step)
-    return step, told
+    return step, output
 
 
 def test_state_and_position_come_back(saved: pathlib.Path) -> None:
     assert latest(saved) == (5, [])
     with Checkpoints(saved, 10, writes=False) as checkpoints:
         assert checkpoints.steps() == [2, 3, 5]
-        found, where = checkpoints.restore(3, ABSTRACT)
-    tiny.assert_equal(found, state(3))
+        actual, where = checkpoints.restore(3, ABSTRACT)
+    tiny.assert_equal(actual, state(3))
     assert where == position(3)
-    assert found["weights"].sharding == ABSTRACT["weights"].sharding
-    assert found["small"].dtype == jnp.bfloat16
+    assert actual["weights"].sharding == ABSTRACT["weights"].sharding
+    assert actual["small"].dtype == jnp.bfloat16
 
 
-def test_only_so_many_are_kept(tmp_path: pathlib.Path) -> None:
+def test_only_the_newest_are_kept(tmp_path: pathlib.Path) -> None:
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 3, 4):
-            checkpoints.save(step, state(step), position(step))
+        save(checkpoints, 1, 2, 3, 4)
     assert {path.name for path in tmp_path.iterdir()} == {"3", "4"}
 
 
-def test_others_are_kept_besides(tmp_path: pathlib.Path) -> None:
+def test_further_checkpoints_are_kept(tmp_path: pathlib.Path) -> None:
     best = 3
     with Checkpoints(tmp_path, 2, keep_besides=lambda step: step in (1, best)) as checkpoints:
-        for step in (1, 2, 3, 4, 5, 6):
-            checkpoints.save(step, state(step), position(step))
+        save(checkpoints, 1, 2, 3, 4, 5, 6)
         checkpoints.wait()
         assert checkpoints.steps() == [1, 3, 5, 6]
-        best = 6  # it is asked anew each time
-        checkpoints.save(7, state(7), position(7))
+        best = 6  # the function is called again at each save
+        save(checkpoints, 7)
         checkpoints.wait()
-        checkpoints.save(8, state(8), position(8))
+        save(checkpoints, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "6", "7", "8"]
 
 
 def test_saving_does_not_ask_for_preemptions(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax would, with the update as the number of the poll; see `Preemption`."""
+    """Otherwise Orbax would poll with the update as the number of the poll, see `Preemption`."""
     asked: list[int] = []
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, state(1), position(1))
+        save(checkpoints, 1)
     assert asked == []
 
 
-def test_none_yet_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib.Path) -> None:
+def test_no_checkpoint_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib.Path) -> None:
     with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
         assert checkpoints.restore_latest(ABSTRACT) is None and checkpoints.steps() == []
     with Checkpoints(saved, 10, writes=False) as checkpoints:
-        with pytest.raises(UserError, match="no checkpoint of update 4; it has: 2, 3, 5"):
+        problem, remedy = "has no checkpoint of update 4", "use one of: 2, 3, 5"
+        with rejected(saved, problem=problem, remedy=remedy):
             checkpoints.restore(4, ABSTRACT)
 
 
@@ -146,20 +151,20 @@ def test_damage_to_any_file_is_noticed(
     assert len(names) >= 10 and any(name.startswith("state/ocdbt.process_0/d/") for name in names)
     for name in names:
         file = folder / "5" / name
-        whole = file.read_bytes()
+        content = file.read_bytes()
         damage(file)
-        step, told = latest(folder)
+        step, output = latest(folder)
         assert step == 3, name
-        assert len(told) == 1 and name in told[0]
-        assert told[0].startswith(f"the checkpoint of update 5 in {folder} cannot be read")
-        assert told[0].endswith("trying the one before it")
-        file.write_bytes(whole)
+        assert len(output) == 1 and name in output[0]
+        assert output[0].startswith(f"the checkpoint of update 5 in {folder} cannot be read")
+        assert output[0].endswith("trying the previous checkpoint")
+        file.write_bytes(content)
     assert latest(folder) == (5, [])
     assert capfd.readouterr().err == ""
 
 
 def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
-    # Whole files of another state: Orbax itself refuses them.
+    # Intact files of another state: Orbax rejects them.
     abstract = dict(ABSTRACT, weights=jax.ShapeDtypeStruct((3, 3), jnp.float32))
     with Checkpoints(folder, 10, writes=False) as checkpoints:
         with pytest.raises(UserError, match="update 5 in .* cannot be read .[A-Za-z]+Error: "):
@@ -169,38 +174,37 @@ def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
 def test_all_damaged(folder: pathlib.Path) -> None:
     for step in (2, 3, 5):
         (folder / str(step) / checksums.NAME).unlink()
-    before, told = tiny.fingerprint(folder), []
-    with Checkpoints(folder, 10, told.append) as checkpoints:
-        with pytest.raises(UserError, match=r"none of the checkpoints \[2, 3, 5\] in .*"):
+    before, output = tiny.fingerprint(folder), []
+    with Checkpoints(folder, 10, output.append) as checkpoints:
+        key = f"none of the checkpoints [2, 3, 5] in {folder}"
+        with rejected(key, problem="can be read", remedy="move the folder away"):
             checkpoints.restore_latest(ABSTRACT)
-    assert len(told) == 3 and tiny.fingerprint(folder) == before
+    assert len(output) == 3 and tiny.fingerprint(folder) == before
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("step", [4, 5])
-def test_saving_after_a_damaged_one_was_passed_over(
-    folder: pathlib.Path, keep: int, step: int
-) -> None:
+def test_saving_after_a_damaged_one_was_skipped(folder: pathlib.Path, keep: int, step: int) -> None:
     half(folder / "5" / files(folder)[-1])
     with Checkpoints(folder, keep, lambda text: None) as checkpoints:
         assert int(checkpoints.restore_latest(ABSTRACT)[0]["step"]) == 3
-        checkpoints.save(step, state(step), position(step))
+        save(checkpoints, step)
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3, step][-keep:]
     assert latest(folder) == (step, [])
 
 
-def test_reader_leaves_a_save_under_way_alone(folder: pathlib.Path) -> None:
+def test_reader_does_not_touch_a_save_in_progress(folder: pathlib.Path) -> None:
     unfinished = folder / "7.orbax-checkpoint-tmp"
     (unfinished / "state").mkdir(parents=True)
     assert latest(folder)[0] == 5 and unfinished.exists()
     with Checkpoints(folder, 10) as checkpoints:
-        checkpoints.save(8, state(8), position(8))
+        save(checkpoints, 8)
     assert not unfinished.exists()
 
 
 def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
-    # The step donates its buffers, so the writer must not read them afterwards.
+    # A step donates its buffers, so the writer must not read them later.
     bump = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     tree = {"weights": jnp.zeros((512, 512))}
     abstract = jax.tree.map(
@@ -215,13 +219,13 @@ def test_saved_is_the_state_at_the_call(tmp_path: pathlib.Path) -> None:
                 tree = bump(tree)
         checkpoints.wait()
         for step in range(1, 4):
-            found, position = checkpoints.restore(step, abstract)
-            assert (np.asarray(found["weights"]) == 10 * (step - 1)).all()
+            actual, position = checkpoints.restore(step, abstract)
+            assert (np.asarray(actual["weights"]) == 10 * (step - 1)).all()
             assert position["at"] == list(range(1, step))
 
 
 def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
-    whole = ABSTRACT["weights"].sharding
+    replicated = ABSTRACT["weights"].sharding
     with Checkpoints(folder, 10, writes=False) as checkpoints:
         step, shapes = checkpoints.latest_shapes()
         assert step == 5 and set(shapes) == {"step", "weights", "small"}
@@ -230,45 +234,37 @@ def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
             for name, leaf in ABSTRACT.items()
             if name in shapes
         }
-        found = checkpoints.restore_part(
-            3, {"weights": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=whole)}
+        actual = checkpoints.restore_part(
+            3, {"weights": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=replicated)}
         )
         expected = state(3)["weights"].astype(jnp.bfloat16)
-        tiny.assert_equal(found, {"weights": expected})
+        tiny.assert_equal(actual, {"weights": expected})
     half(folder / "5" / "state" / "_METADATA")
-    told: list[str] = []
-    with Checkpoints(folder, 10, told.append, writes=False) as checkpoints:
-        assert checkpoints.latest_shapes()[0] == 3 and "_METADATA is not as it was" in told[0]
-        with pytest.raises(UserError, match="update 5 in .* cannot be read .state/_METADATA is"):
+    output: list[str] = []
+    with Checkpoints(folder, 10, output.append, writes=False) as checkpoints:
+        assert checkpoints.latest_shapes()[0] == 3 and "_METADATA has changed" in output[0]
+        with rejected(f"*update 5 in {folder}", problem="cannot be read (state/_METADATA has"):
             checkpoints.shapes(5)
 
 
 @pytest.mark.long
-def test_saves_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
-    """In Orbax each save has a thread and descriptors that live on if nobody asks for its end."""
-    found = []
+def test_saves_leave_no_threads_or_descriptors(tmp_path: pathlib.Path) -> None:
+    """In Orbax the thread and descriptors of a save remain if nobody waits for its end."""
+    actual = []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for step in range(1, 61):
-            checkpoints.save(step, state(step), position(step))
+            save(checkpoints, step)
             if step in (10, 60):
                 checkpoints.wait()
-                found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-    (fds, threads), (fds_after, threads_after) = found
-    assert fds_after <= fds + 2 and threads_after <= threads + 2, found
+                actual.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    (fds, threads), (fds_after, threads_after) = actual
+    assert fds_after <= fds + 2 and threads_after <= threads + 2, actual
 
 
 @pytest.mark.long
-def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
-    done = tiny.command(
-        "lamb_tpu.launch",
-        "local",
-        "--processes=2",
-        "--module=tests.job",
-        "--",
-        "saves",
-        str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
+def test_saves_of_two_processes_leave_no_threads(tmp_path: pathlib.Path) -> None:
+    job = ("--module=tests.job", "--", "saves", str(tmp_path))
+    tiny.succeed("lamb_tpu.launch", "local", "--processes=2", *job)
     for index in (0, 1):
         (fds, threads), (fds_after, threads_after) = json.loads(
             (tmp_path / f"{index}.json").read_text()
@@ -277,7 +273,7 @@ def test_saves_of_two_processes_leave_nothing_behind(tmp_path: pathlib.Path) -> 
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Lets all that Orbax writes from now on fail just before the checkpoint has its name."""
+    """Makes each save fail just before the checkpoint gets its name."""
 
     def fail(folder: pathlib.Path) -> None:
         raise error
@@ -290,22 +286,22 @@ def test_save_that_fails_in_its_thread(
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     message = (
-        f"the checkpoint of update 2 cannot be saved in {tmp_path} (No space left on device); that "
-        "of update 1 is safe: free space or repair the disk, then start the same command again to "
-        "go on from there"
+        f"the checkpoint of update 2 cannot be saved in {tmp_path} (No space left on device); free "
+        "space or repair the disk, then start the same command again: the checkpoint of update 1 "
+        "is safe"
     )
     with pytest.raises(UserError) as raised, Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, state(1), position(1))
+        save(checkpoints, 1)
         checkpoints.wait()
         assert checkpoints.failure() is None
         fail_in(monkeypatch, full)
-        checkpoints.save(2, state(2), position(2))
+        save(checkpoints, 2)
         deadline = time.monotonic() + 30
-        while checkpoints.failure() is None:  # without waiting for it
+        while checkpoints.failure() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert str(checkpoints.failure()) == message
-        checkpoints.save(3, state(3), position(3))
+        save(checkpoints, 3)
     assert str(raised.value) == message
     assert os.listdir(tmp_path) == ["1"] and capfd.readouterr().err == ""
     monkeypatch.undo()
@@ -313,60 +309,62 @@ def test_save_that_fails_in_its_thread(
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_last_save_that_fails_is_told_too(
+def test_failure_of_the_last_save_is_reported(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture,
     is_known: bool,
 ) -> None:
     fail_in(monkeypatch, ValueError("unknown"))
-    with pytest.raises(UserError, match=r"update 1 .*ValueError: unknown.; none is there"):
+    remedy = "there is no checkpoint yet"
+    with rejected("*update 1", problem="ValueError: unknown", remedy=remedy):
         with Checkpoints(tmp_path, keep=1) as checkpoints:
-            checkpoints.save(1, state(1), position(1))
+            save(checkpoints, 1)
             while is_known and checkpoints._background.error is None:
                 time.sleep(0.01)
-    told: list[str] = []
-    with pytest.raises(KeyError), Checkpoints(tmp_path, 1, told.append) as checkpoints:
-        checkpoints.save(1, state(1), position(1))
-        raise KeyError  # what ends a run comes first
-    assert "update 1 cannot be saved" in told[0]
+    output: list[str] = []
+    with pytest.raises(KeyError), Checkpoints(tmp_path, 1, output.append) as checkpoints:
+        save(checkpoints, 1)
+        raise KeyError  # the error that ends a run has priority
+    assert "update 1 cannot be saved" in output[0]
     assert not os.listdir(tmp_path) and capfd.readouterr().err == ""
 
 
 def test_arrays_that_were_not_merged_are_not_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax merges what it finds by a pattern, and finds nothing where the path is one too."""
+    """Orbax merges the files that match a pattern; if their path has pattern characters, none match."""
     monkeypatch.setattr(reading, "has_pattern", lambda path: False)
     with pytest.raises(UserError, match="ValueError: state/manifest.ocdbt is missing"):
         with Checkpoints(tmp_path / "a[1]", keep=1) as checkpoints:
-            checkpoints.save(1, state(1), position(1))
+            save(checkpoints, 1)
 
 
 def test_checkpoint_that_is_gone_is_not_saved(tmp_path: pathlib.Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
-        checkpoints.save(1, state(1), position(1))
+        save(checkpoints, 1)
         while not (tmp_path / "1").exists():
             time.sleep(0.01)
         shutil.rmtree(tmp_path / "1")
-        with pytest.raises(UserError, match="update 1 cannot be saved .*sha256.json is missing"):
+        with rejected("*update 1", problem="sha256.json is missing"):
             checkpoints.wait()
     folder = tmp_path / "lost"
-    with pytest.raises(UserError, match=f"{folder}, is no longer there; put it back and start"):
+    with rejected(f"*{folder},", problem="no longer exists", remedy="put it back and start"):
         with Checkpoints(folder, keep=3) as checkpoints:
             shutil.rmtree(folder)
-            checkpoints.save(1, state(1), position(1))
+            save(checkpoints, 1)
     assert not folder.exists()
 
 
-def test_what_cannot_be_written_is_told_before_any_save(
+def test_unwritable_folder_is_reported_before_any_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fsync(file: int) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(UserError, match=f"saved in {tmp_path} .Read-only file system.; none is"):
+    problem = "cannot be written (Read-only file system)"
+    with rejected(tmp_path, problem=problem, remedy="there is no checkpoint yet"):
         Checkpoints(tmp_path, keep=1)
     Checkpoints(tmp_path, keep=1, writes=False).close()
     (tmp_path / "file").touch()
@@ -378,12 +376,11 @@ def test_what_cannot_be_written_is_told_before_any_save(
 def test_path_that_is_a_pattern(tmp_path: pathlib.Path, name: str) -> None:
     folder = tmp_path / name
     with Checkpoints(folder, keep=2) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, state(step), position(step))
+        save(checkpoints, 1, 2, 3)
     assert sorted(os.listdir(folder)) == ["2", "3"] and latest(folder) == (3, [])
     with Checkpoints(folder, 2, writes=False) as checkpoints:
-        found = checkpoints.restore_part(3, {"weights": ABSTRACT["weights"]})
-        tiny.assert_equal(found["weights"], state(3)["weights"])
+        actual = checkpoints.restore_part(3, {"weights": ABSTRACT["weights"]})
+        tiny.assert_equal(actual["weights"], state(3)["weights"])
         link = checkpoints._path
         assert link.is_symlink()
     assert not link.parent.exists()
@@ -392,3 +389,56 @@ def test_path_that_is_a_pattern(tmp_path: pathlib.Path, name: str) -> None:
 def test_shapes_of_nothing(tmp_path: pathlib.Path) -> None:
     with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
         assert checkpoints.latest_shapes() is None
+
+
+def test_bucket_that_vanishes_leaves_a_sentence(
+    bucket: gcs.Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = buckets.parse("gs://bucket/run/checkpoints", "--workdir")
+    with Checkpoints(folder, keep=10) as checkpoints:
+        save(checkpoints, 200)
+        checkpoints.wait()
+        capfd.readouterr()
+        bucket.reject = lambda method, name: 404
+        output = (
+            "cannot be (saved|written).*; make the bucket writable, then start the same command "
+            "again: the checkpoint of update 200 no longer exists"
+        )
+        with pytest.raises(UserError, match=output):
+            save(checkpoints, 300)
+            checkpoints.wait()
+    time.sleep(0.5)  # threads of Orbax may still fail
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_many_damaged_checkpoints_are_reported_in_a_few_lines(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[int] = []
+    steps = Checkpoints.steps
+    monkeypatch.setattr(Checkpoints, "steps", lambda self: listed.append(1) or steps(self))
+    for step in range(11, 51):
+        shutil.copytree(folder / "5", folder / str(step))
+        (folder / str(step) / checksums.NAME).write_text("{}")
+    lines: list[str] = []
+    with Checkpoints(folder, 10, lines.append) as checkpoints:
+        actual = checkpoints.restore_latest(ABSTRACT)
+    assert actual is not None and int(actual[0]["step"]) == 5 and len(lines) == 6
+    assert lines[-1] == "the 38 checkpoints before it are tried without a message for each"
+    assert len(listed) == 1  # the folder is listed only once
+
+
+def test_pipe_or_device_in_place_of_a_file(folder: pathlib.Path) -> None:
+    """Reading a device would fill the memory, and reading a pipe would wait forever."""
+    checksum = folder / "5" / checksums.NAME
+    checksum.unlink()
+    os.mkfifo(checksum)
+    with Checkpoints(folder, 10, lambda line: None) as checkpoints:
+        with rejected("*", problem="is a pipe, not a file"):
+            checkpoints.restore(5, ABSTRACT)
+    metadata = folder / "5" / "_CHECKPOINT_METADATA"  # which Orbax reads to list the checkpoints
+    assert metadata.is_file()
+    metadata.unlink()
+    metadata.symlink_to("/dev/zero")
+    with rejected(metadata, problem="is a device, not a file", remedy="remove that checkpoint"):
+        Checkpoints(folder, 10)

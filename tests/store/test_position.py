@@ -1,4 +1,4 @@
-"""The position in checkpoints, new and old."""
+"""The position in checkpoints of this and older versions."""
 
 import json
 
@@ -11,6 +11,7 @@ SAVED = {
     "starts": 2,
     "total_steps": 9,
     "end_reason": "",
+    "records": {"train": 4},
     "unlogged": [{"loss": [1.0, 2.0]}],
     "eval_due": True,
     "best": {"step": 4},
@@ -26,6 +27,6 @@ def test_position_goes_to_json_and_back() -> None:
     assert json.loads(json.dumps(position.to_json())) == SAVED
 
 
-def test_keys_that_are_not_there_have_their_defaults() -> None:
+def test_missing_keys_have_their_defaults() -> None:
     assert Position.from_json({"loader": {}}) == Position(loader={})
     assert Position().starts == 0 and Position().observers == {}

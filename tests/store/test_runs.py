@@ -1,4 +1,4 @@
-"""A run's files are read together; a run that is not complete says how far it is."""
+"""Reading the files of a run, and the progress of an incomplete run."""
 
 import json
 import pathlib
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.store import runs
 from lamb_tpu.store.metrics import MetricsWriter
 from lamb_tpu.store.workdir import Workdir
 from tests import tiny
+from tests.raising import rejected
 
 
 def fake(folder: pathlib.Path, accuracies: list[float], end: int = 12, **changes: Any) -> None:
-    """A workdir of a run that trains 4 updates before each evaluation and has come to `end`."""
+    """Writes the workdir of a run at update `end`; an evaluation for each accuracy, every 4 updates."""
     run = Workdir(folder)
     config = tiny.digits(**changes)
     run.check(config)
@@ -48,6 +48,36 @@ def test_a_run_that_goes_on(tmp_path: pathlib.Path, duration: str) -> None:
     assert runs.read(tmp_path).unfinished() == f"is at {done} of {duration}"
 
 
+@pytest.mark.parametrize("duration", ["12 steps", "768 examples", "3 epochs"])
+def test_progress_with_a_changing_batch_counts_examples(
+    tmp_path: pathlib.Path, duration: str
+) -> None:
+    fake(tmp_path, [], end=0, duration=duration)  # steps of 64 examples
+    with MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+        for step, examples in ((4, 256), (6, 768)):
+            counts = {"epoch": examples / 256, "examples": examples, "seconds": 1.0 * step}
+            writer.write(step, "train", {"loss": 1.0, **counts})
+            writer.write(step, "eval", {"accuracy": 0.5, "epoch": examples / 256})
+            done = {"steps": 4, "examples": 256, "epochs": 1}[duration.partition(" ")[2]]
+            expected = "" if step == 6 else f"is at {done} of {duration}"
+            assert runs.read(tmp_path).unfinished() == expected
+
+
+def test_an_end_in_tenths_of_an_epoch(tmp_path: pathlib.Path) -> None:
+    fake(tmp_path, [], end=0, duration="0.3 epochs")
+    with MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+        for kind in ("train", "eval"):
+            writer.write(3, kind, {"loss": 1.0, "epoch": 192 / 640, "seconds": 1.0})
+    assert runs.read(tmp_path).unfinished() == ""
+
+
+@pytest.mark.parametrize("duration", ["soon", "50 percent"])
+def test_a_damaged_duration(tmp_path: pathlib.Path, duration: str) -> None:
+    fake(tmp_path, [0.5, 0.5, 0.5], duration=duration)
+    with rejected(f"duration in {tmp_path / 'config.json'}", problem=duration):
+        runs.read(tmp_path).unfinished()
+
+
 def test_a_run_before_an_evaluation(tmp_path: pathlib.Path) -> None:
     fake(tmp_path, [0.5])
     assert runs.read(tmp_path).unfinished() == "has no evaluation at its end"
@@ -62,14 +92,14 @@ def test_a_run_that_ended_at_its_target_is_complete(tmp_path: pathlib.Path) -> N
 
 
 def test_folders_without_a_run(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="RUN .* holds no run: config.json is missing"):
+    with rejected(f"RUN {tmp_path}", problem="holds no run: config.json is missing"):
         runs.read(tmp_path, "RUN")
     (tmp_path / "config.json").write_text('{"seed": 0}')
-    with pytest.raises(UserError, match="config.json is of no run, for it has no optimizer.name"):
+    with rejected(tmp_path / "config.json", problem="has no optimizer.name, so it is not"):
         runs.read(tmp_path)
     fake(tmp_path / "phase_1", [0.5])
-    with pytest.raises(UserError, match="holds the phases phase_1; give the folder of one of them"):
+    with rejected(f"--workdir {tmp_path}", problem="holds the phases phase_1"):
         runs.read(tmp_path)
     (tmp_path / "phase_1" / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="there is no .*metrics.jsonl; has the run of RUN begun"):
+    with rejected("*metrics.jsonl", problem="does not exist", remedy="or give another RUN"):
         runs.read(tmp_path / "phase_1", "RUN")

@@ -1,4 +1,4 @@
-"""A save that fails in Orbax' threads: its error is taken from the log, which is not printed."""
+"""A save that fails in Orbax's threads: its error is taken from the log and not printed."""
 
 import logging
 
@@ -11,7 +11,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def log(path: str, error: BaseException | None = FULL) -> bool:
-    """Returns whether a record of the file is printed."""
+    """Logs an error as if from the file `path`; returns whether the record is printed."""
     record = logging.LogRecord(
         "absl", logging.ERROR, path, 1, "failed", (), error and (type(error), error, None)
     )
@@ -22,7 +22,7 @@ FUTURE = "/x/orbax/checkpoint/_src/futures/future.py"
 
 
 class Response:
-    """Orbax' response to a save; `result` counts its calls."""
+    """A response of Orbax to a save; `result` counts its calls."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error, self.calls = error, 0
@@ -34,9 +34,9 @@ class Response:
         return True
 
 
-def test_response_is_asked_for_its_end_once() -> None:
+def test_response_is_waited_for_once() -> None:
     background, response = Background(), Response()
-    background.wait()  # there is no save
+    background.wait()  # nothing to wait for
     background.begin()
     background.started(response)
     background.wait()
@@ -66,12 +66,16 @@ def test_failure_that_was_not_logged() -> None:
     background.end()
 
 
-def test_what_is_none_of_ours_is_printed() -> None:
+def test_other_records_are_printed() -> None:
     background = Background()
-    assert log(FUTURE)  # of somebody else's save
+    assert log(FUTURE)  # the log of another save
     background.begin()
     assert log("/x/other/future.py") and log("/x/orbax/checkpoint/_src/path/deleter.py")
     assert log(FUTURE, None) and background.error is None
     background.started(Response())
     background.wait()
     assert log(FUTURE) and background.error is None
+
+
+def test_unfinished_tasks_are_not_printed() -> None:
+    assert not logging.getLogger("asyncio").isEnabledFor(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""A BERT of two narrow layers, and examples to pre-train it on, for tests."""
+"""A narrow BERT of two layers, and examples to pre-train it, for tests."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TINY: dict[str, Any] = {
 
 
 def examples(num_rows: int, length: int = 12, places: int = 4) -> dict[str, np.ndarray]:
-    """Random rows for masked_lm: a quarter have many masked words, the others one or none."""
+    """Returns rows for masked_lm: a quarter have many masked words, the others one or none."""
     rng = np.random.default_rng(0)
     columns = np.arange(length)
     lengths = rng.integers(length // 2, length + 1, num_rows)[:, None]

@@ -1,4 +1,4 @@
-"""Language modelling: its sums beside NumPy's, whole streams in an evaluation, mistakes."""
+"""Language modelling: sums equal to NumPy's, evaluation of full streams, and errors."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from lamb_tpu import models, tasks
-from lamb_tpu.data.text.streams import EvalStreams, Options, TrainingStreams
-from lamb_tpu.errors import UserError
+from lamb_tpu.data.text.streams import EvalStreams, StreamOptions, TrainingStreams
 from lamb_tpu.tasks import Task
-from tests.quick import jit
+from tests.raising import rejected
 
 WORDS = [f"w{number}" for number in range(13)]
 TEXT = np.random.default_rng(0).integers(13, size=101).astype(np.int32)
@@ -23,36 +22,36 @@ def task(**fields: Any) -> Task:
 
 
 def source(streams: int = 4, layout: str = "tensorflow") -> TrainingStreams:
-    return TrainingStreams("text:train", TEXT, WORDS, streams, Options(5, layout))
+    return TrainingStreams("text:train", TEXT, WORDS, streams, StreamOptions(5, layout))
 
 
-def batches(found: TrainingStreams) -> list[dict[str, Any]]:
-    rows = np.arange(found.streams)
-    return [found.gather(start + rows) for start in range(0, len(found), found.streams)]
+def batches(actual: TrainingStreams) -> list[dict[str, Any]]:
+    rows = np.arange(actual.streams)
+    return [actual.gather(start + rows) for start in range(0, len(actual), actual.streams)]
 
 
 def params(learning: Task) -> Any:
     batch = source().gather(np.arange(4))
-    return jit(learning.init)(jax.random.key(0), batch)["params"]
+    return jax.jit(learning.init)(jax.random.key(0), batch)["params"]
 
 
 def losses(learning: Task, weights: Any, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cross entropy of each word but the first in nats, and whether it was the likeliest."""
+    """Returns cross entropy in nats, and whether the word was likeliest, for all words but the first."""
 
     def logits(weights: Any, words: jax.Array) -> jax.Array:
         outputs, _ = learning.model.apply({"params": weights}, {"inputs": words}, train=False)
         return outputs["logits"][0]
 
-    found = np.float64(jit(logits)(weights, jnp.asarray(text[None, :-1])))
-    chosen = found[np.arange(len(found)), text[1:]]
-    return np.log(np.exp(found).sum(1)) - chosen, found.argmax(1) == text[1:]
+    actual = np.float64(jax.jit(logits)(weights, jnp.asarray(text[None, :-1])))
+    chosen = actual[np.arange(len(actual)), text[1:]]
+    return np.log(np.exp(actual).sum(1)) - chosen, actual.argmax(1) == text[1:]
 
 
 @pytest.mark.parametrize("sum_over_time", [False, True])
 def test_windows_of_a_stream_are_one_text(sum_over_time: bool) -> None:
     learning = task(sum_over_time=sum_over_time)
     weights, carry = params(learning), jnp.full((4, 2, 2, 6), 7.0)
-    step = jit(lambda weights, batch: learning.loss(weights, {}, batch, jax.random.key(1)))
+    step = jax.jit(lambda weights, batch: learning.loss(weights, {}, batch, jax.random.key(1)))
     total = 0.0
     for batch in batches(source()):  # four windows of four streams of 25 words
         terms, (state, sums) = step(weights, {**batch, "carry": carry})
@@ -73,10 +72,10 @@ def test_carry_gets_no_gradient_and_is_zero_at_the_start() -> None:
         return terms["cross_entropy"]
 
     zero, other = jnp.zeros((4, 2, 2, 6)), jnp.full((4, 2, 2, 6), 0.5)
-    loss = jit(value)
+    loss = jax.jit(value)
     assert loss(zero, first) == loss(other, first)
     assert abs(loss(zero, second) - loss(other, second)) > 1e-3
-    # A batch without a carry, as of a plan, starts from zero and returns none.
+    # A batch without a carry, such as in a plan, starts from zero and returns none.
     terms, (state, _) = learning.loss(weights, {}, second, jax.random.key(1))
     np.testing.assert_allclose(terms["cross_entropy"], loss(zero, second), rtol=1e-6)
     assert state == {}
@@ -87,23 +86,23 @@ def test_padding_of_the_last_window() -> None:
     weights, last = params(learning), batches(source(4, "pytorch"))[-1]
     assert last["length"].tolist() == [4] * 4  # 24 targets in windows of 5
     assert learning.weights(last) == {"cross_entropy": 16}
-    found = jit(lambda batch: learning.loss(weights, {}, batch, jax.random.key(1))[0])
+    actual = jax.jit(lambda batch: learning.loss(weights, {}, batch, jax.random.key(1))[0])
     spoilt = {**last, "targets": last["targets"].copy(), "inputs": last["inputs"].copy()}
     spoilt["targets"][:, 4:] = spoilt["inputs"][:, 4:] = 3
-    assert found(last) == found(spoilt)
+    assert actual(last) == actual(spoilt)
     spoilt["targets"][0, 3] += 1
-    assert found(last) != found(spoilt)
+    assert actual(last) != actual(spoilt)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [1, 3, 40])
-def test_evaluation_is_of_whole_streams(streams: int) -> None:
+def test_evaluation_covers_full_streams(streams: int) -> None:
     learning = task()
     weights = params(learning)
-    found = EvalStreams("text:test", TEXT, WORDS, Options(7, eval_streams=streams))
+    actual = EvalStreams("text:test", TEXT, WORDS, StreamOptions(7, eval_streams=streams))
     rows = np.arange(streams)
-    batch = {**found.gather(rows), "mask": np.ones(streams, np.float32)}
-    evaluate = jit(lambda batch: learning.evaluate(weights, {}, batch))
+    batch = {**actual.gather(rows), "mask": np.ones(streams, np.float32)}
+    evaluate = jax.jit(lambda batch: learning.evaluate(weights, {}, batch))
     sums = evaluate(batch)
     length = -(-100 // streams)
     parts = [
@@ -121,17 +120,16 @@ def test_evaluation_is_of_whole_streams(streams: int) -> None:
     )
 
 
-def test_mistakes() -> None:
-    with pytest.raises(UserError, match="config.task.sum_over_time is 1; it must be True or False"):
+def test_errors() -> None:
+    with rejected("config.task.sum_over_time", 1, "has the wrong type"):
         task(sum_over_time=1)
-    with pytest.raises(
-        ValueError,
-        match="config.model.vocab_size is 13, the vocabulary of text:tr"
-        "ain has 12 words; set config.model.vocab_size=12",
+    problem = "differs from the 12 words of the vocabulary of text:train"
+    with rejected("config.model.vocab_size", 13, problem, "set config.model.vocab_size=12"):
+        task().check(TrainingStreams("text:train", TEXT % 12, WORDS[:12], 4, StreamOptions(5)))
+    with rejected(
+        "config.model.name", ..., "names a network without a recurrent state", "such as 'lstm_lm'"
     ):
-        task().check(TrainingStreams("text:train", TEXT % 12, WORDS[:12], 4, Options(5)))
-    with pytest.raises(ValueError, match="a network that hands on a state, such as 'lstm_lm'"):
         tasks.build("language_model", models.build("mlp")).check(source())
-    with pytest.raises(ValueError, match="needs the fields inputs, targets, start; text:test has"):
-        task().check(EvalStreams("text:test", TEXT, WORDS, Options(5)))
+    with rejected("text:test", ..., "has the fields ", "use a data set with inputs, targets"):
+        task().check(EvalStreams("text:test", TEXT, WORDS, StreamOptions(5)))
     task().check(source())

@@ -1,4 +1,4 @@
-"""mixup and cutmix: what is mixed, how much of it, and that this is the same everywhere."""
+"""mixup and cutmix: mixtures and shares, which are the same on any number of devices."""
 
 import pathlib
 import re
@@ -12,18 +12,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from lamb_tpu import models
-from lamb_tpu.errors import UserError
 from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.run.build import prepare
 from lamb_tpu.tasks import build, mixing
 from tests import tiny
 from tests.marks import some
 from tests.parallel.nets import difference, trained
-from tests.quick import jit
+from tests.raising import rejected
 
 KEY = jax.random.key(7)
 LEFT_OUT = 0.0
-mix = jit(mixing.mix, static_argnums=(2, 3))
+mix = jax.jit(mixing.mix, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 4.0])
@@ -35,29 +34,29 @@ def test_shares_have_the_beta_distribution(alpha: float) -> None:
     variance = 1 / (4 * (2 * alpha + 1))
     assert abs(shares.mean() - 0.5) < 5 * np.sqrt(variance / count)
     assert abs(shares.var() / variance - 1) < 0.02
-    # By Kolmogorov and Smirnov more than this happens once in a thousand times.
+    # Kolmogorov-Smirnov: larger deviations have a probability of 1/1,000.
     below = np.linspace(0.001, 0.999, 101)
-    found = np.searchsorted(np.sort(shares), below) / count
+    actual = np.searchsorted(np.sort(shares), below) / count
     expected = jax.scipy.special.betainc(alpha, alpha, jnp.asarray(below, jnp.float32))
-    assert np.abs(found - np.asarray(expected)).max() < 1.95 / np.sqrt(count)
+    assert np.abs(actual - np.asarray(expected)).max() < 1.95 / np.sqrt(count)
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 1e3])
 def test_shares_at_the_ends_of_chance(alpha: float) -> None:
     ends = jnp.array([0.0, 1e-7, 0.25, 0.5, 0.75, 1 - 2**-23], jnp.float32)
     shares = mixing.symmetric_beta(*(x.ravel() for x in jnp.meshgrid(ends, ends)), alpha)
-    assert bool(jnp.all((shares >= 0) & (shares <= 1)))  # not so of a NaN
+    assert bool(jnp.all((shares >= 0) & (shares <= 1)))  # false for NaN
 
 
 def rows_of_their_number(rows: int, *shape: int) -> jax.Array:
-    """Images of which every value is the number of the row, from 1 on."""
+    """Returns images in which each value is the number of the row, counted from 1."""
     return jnp.broadcast_to(
         jnp.arange(1.0, rows + 1).reshape(-1, *(1,) * len(shape)), (rows, *shape)
     )
 
 
 def others(values: Any) -> np.ndarray:
-    """The neighbour's, by hand."""
+    """Returns each row's partner, without `mixing.partners`."""
     values = np.asarray(values)
     return np.stack([values[row + 1 if row % 2 == 0 else row - 1] for row in range(len(values))])
 
@@ -69,7 +68,7 @@ def test_mixup_adds_a_share_of_each(shape: tuple[int, ...]) -> None:
     assert mixed.shape == images.shape and mixed.dtype == shares.dtype == jnp.float32
     share = np.asarray(shares).reshape(-1, *(1,) * len(shape))
     np.testing.assert_allclose(mixed, share * images + (1 - share) * others(images), atol=1e-6)
-    # A pair has one share, and another than all the other pairs.
+    # Both rows of a pair have the same share, and the pairs' shares differ.
     np.testing.assert_array_equal(shares[::2], shares[1::2])
     pairs = np.asarray(shares[::2], np.float64)
     assert len(set(pairs.tolist())) > 1900
@@ -79,7 +78,7 @@ def test_mixup_adds_a_share_of_each(shape: tuple[int, ...]) -> None:
 
 
 def official_boxes(rng: np.random.Generator, count: int, h: int, w: int) -> np.ndarray:
-    """Masks (count, h, w) drawn as in the code of the paper, by `alpha` 1."""
+    """Draws masks (count, h, w) like the paper's code with `alpha` 1."""
     masks = np.zeros((count, h, w), bool)
     for mask, side in zip(masks, np.sqrt(1 - rng.uniform(size=count)), strict=True):
         y, x = rng.integers(h), rng.integers(w)
@@ -93,24 +92,28 @@ def official_boxes(rng: np.random.Generator, count: int, h: int, w: int) -> np.n
 def test_cutmix_shares_are_those_of_the_pixels() -> None:
     images = rows_of_their_number(4000, 11, 14, 3)
     mixed, shares = (np.asarray(x) for x in mix(images, KEY, LEFT_OUT, 1.0))
-    own = mixed == np.asarray(images)
+    unmixed = mixed == np.asarray(images)
     partners = mixed == others(images)
-    assert (own ^ partners).all()  # nothing else is in them
-    count = np.float32(own[..., 0].sum((1, 2)))
+    assert (unmixed ^ partners).all()  # every pixel is from one of the two images
+    count = np.float32(unmixed[..., 0].sum((1, 2)))
     np.testing.assert_array_equal(shares, count / np.float32(11 * 14))
-    # One box for both of a pair and for all channels.
-    np.testing.assert_array_equal(own[::2], own[1::2])
-    np.testing.assert_array_equal(own[..., :1] & own, own)
+    # The same box for both images of a pair and all channels.
+    np.testing.assert_array_equal(unmixed[::2], unmixed[1::2])
+    np.testing.assert_array_equal(unmixed[..., :1] & unmixed, unmixed)
     boxes = partners[::2, :, :, 0]
     rows, columns = boxes.any(2), boxes.any(1)
     np.testing.assert_array_equal(boxes, rows[:, :, None] & columns[:, None, :])
-    for side in (rows, columns):  # without a gap
+    for side in (rows, columns):  # each box is contiguous
         assert (np.abs(np.diff(side.astype(int), prepend=0, append=0)).sum(1) <= 2).all()
-    # The same boxes as the paper's code draws, in the mean, the spread, and at every pixel.
+    # Boxes are distributed as in the paper's code: mean area, mean squared area, and each pixel.
     official = official_boxes(np.random.default_rng(0), 8000, 11, 14)
-    for found, expected in ((boxes, official), (rows, official.any(2)), (columns, official.any(1))):
+    for actual, expected in (
+        (boxes, official),
+        (rows, official.any(2)),
+        (columns, official.any(1)),
+    ):
         for of in (lambda x: x.mean((1, 2)), lambda x: x.mean((1, 2)) ** 2, lambda x: x):
-            a, b = (of(x.reshape(len(x), x.shape[1], -1)) for x in (found, expected))
+            a, b = (of(x.reshape(len(x), x.shape[1], -1)) for x in (actual, expected))
             error = np.sqrt(a.var(0) / len(a) + b.var(0) / len(b))
             assert (np.abs(a.mean(0) - b.mean(0)) < 5 * error).all()
     assert shares.min() < 0.3 and shares.max() == 1
@@ -141,21 +144,21 @@ def test_rows_keys_and_updates_differ() -> None:
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_place_in_the_global_batch_decides(impl: str) -> None:
+def test_mixture_depends_on_the_global_row(impl: str) -> None:
     images, key = rows_of_their_number(64, 8, 8, 1), jax.random.key(3, impl=impl)
-    whole, shares = mix(images, key, 1.0, 1.0)
+    full, shares = mix(images, key, 1.0, 1.0)
     for start, stop in ((24, 26), (32, 64)):
         with example_positions(jnp.arange(start, stop)):
-            # Another function, which is traced anew with these positions.
-            part, part_shares = jit(lambda x, key: mixing.mix(x, key, 1.0, 1.0))(
+            # A new function, which is traced again with these positions.
+            part, part_shares = jax.jit(lambda x, key: mixing.mix(x, key, 1.0, 1.0))(
                 images[start:stop], key
             )
-        np.testing.assert_allclose(part, whole[start:stop], atol=1e-5)
+        np.testing.assert_allclose(part, full[start:stop], atol=1e-5)
         np.testing.assert_allclose(part_shares, shares[start:stop], atol=1e-6)
 
 
 def test_odd_number_of_rows() -> None:
-    with pytest.raises(ValueError, match="there are 3 rows to be mixed in pairs; .* even number"):
+    with pytest.raises(ValueError, match="3 rows cannot be mixed in pairs; use an even number"):
         mixing.mix(jnp.ones((3, 2, 2, 1)), KEY, 1.0, 0.0)
 
 
@@ -168,7 +171,7 @@ def test_no_example_leaves_its_device() -> None:
     def both(images: jax.Array, labels: jax.Array) -> Any:
         return mixing.mix(images, KEY, 0.2, 1.0), mixing.partners(labels)
 
-    text = jit(both, out_shardings=places).lower(images, labels).compile().as_text()
+    text = jax.jit(both, out_shardings=places).lower(images, labels).compile().as_text()
     assert not re.findall("all-gather|all-to-all|collective-permute|all-reduce", text)
     assert "f32[4,8,8,3]" in text  # a device's rows
 
@@ -178,17 +181,17 @@ LABELS = np.array([0, 2, 1, 1, 2, 0], np.int32)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_targets_are_mixed_as_the_images_are(smoothing: float) -> None:
+def test_targets_are_mixed_like_the_images(smoothing: float) -> None:
     logits = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
     fields = {"mixup_alpha": 1.0, "label_smoothing": smoothing, "input_std": 2.0}
     task = build("classification", IDENTITY, input_mean=1.0, **fields)
     batch = {"image": logits, "label": LABELS}
-    terms, (_, sums) = jit(task.loss)({}, {}, batch, KEY)
+    terms, (_, sums) = jax.jit(task.loss)({}, {}, batch, KEY)
     inputs = (logits - 1) / 2
     mixed, shares = mix(jnp.asarray(inputs), KEY, 1.0, LEFT_OUT)
     mixed, shares = np.asarray(mixed, np.float64), np.asarray(shares, np.float64)
-    own, of_other = np.eye(3)[LABELS], np.eye(3)[others(LABELS)]
-    targets = shares[:, None] * own + (1 - shares[:, None]) * of_other
+    of_label, of_other = np.eye(3)[LABELS], np.eye(3)[others(LABELS)]
+    targets = shares[:, None] * of_label + (1 - shares[:, None]) * of_other
     smoothed = (1 - smoothing) * targets + smoothing / 3
     log_softmax = mixed - np.log(np.exp(mixed).sum(1, keepdims=True))
     np.testing.assert_allclose(terms["cross_entropy"], -(smoothed * log_softmax).sum(), rtol=1e-5)
@@ -226,7 +229,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def on_one() -> Any:
-    """The state after 6 updates on one device, and their sums."""
+    """Returns the state after 6 updates on one device, and the metric sums of these updates."""
     return trained(1, 6, task=BOTH)[:2]
 
 
@@ -234,11 +237,11 @@ def on_one() -> Any:
 @pytest.mark.parametrize(
     "place", some(PLACES, ("one, 4 microbatches", "shard_map, 2 microbatches, zero1"))
 )
-def test_any_devices_and_microbatches_give_what_one_device_gives(on_one: Any, place: str) -> None:
+def test_any_devices_and_microbatches_equal_one_device(on_one: Any, place: str) -> None:
     devices, changes = PLACES[place]
     expected, sums_on_one = on_one
-    found, sums, _ = trained(devices, 6, task=BOTH, **changes)
-    assert difference(found.params, expected.params) < 1e-6
+    actual, sums, _ = trained(devices, 6, task=BOTH, **changes)
+    assert difference(actual.params, expected.params) < 1e-6
     for of_one, of_all in zip(sums_on_one, sums, strict=True):
         for name in of_one:
             np.testing.assert_allclose(of_all[name], of_one[name], rtol=1e-5, err_msg=name)
@@ -248,24 +251,23 @@ def test_any_devices_and_microbatches_give_what_one_device_gives(on_one: Any, pl
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"batch_size": 56},
-            r"config\.batch_size is 56, .* 8 devices .*steps=1 microbatches of whole "
-            r"pairs, which config\.task\.mixup_alpha mixes; 48 or 64 would",
-        ),
-        ({"accumulation_steps": 8}, r"config\.batch_size is 64, .*steps=8 .*; 128 would"),
+        ({"batch_size": 56}, (56, "pairs, which config.task.mixup_alpha mixes", "use 48 or 64")),
+        ({"accumulation_steps": 8}, (64, "in config.accumulation_steps=8 micro", "use 128")),
         (
             {"task": ConfigDict({"name": "classification", "cutmix_alpha": 1.0}), "batch_size": 8},
-            r"config\.batch_size is 8, .*config\.task\.cutmix_alpha mixes; 16 would",
+            (8, "config.task.cutmix_alpha mixes", "use 16"),
         ),
     ],
 )
-def test_pairs_that_would_be_torn_apart(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+def test_splitting_pairs_is_rejected(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: tuple[Any, ...],
 ) -> None:
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # nothing gets as far
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # it must fail before compiling
     config = tiny.digits(**{"task": BOTH, **changes})
-    with pytest.raises(UserError, match=message) as error:
+    with rejected("config.batch_size", *message) as error:
         prepare(config, tmp_path)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
     prepare(config, None, training=False)  # an evaluation mixes nothing

@@ -1,4 +1,4 @@
-"""Question answering: loss, scores and files, and a run that learns a few questions by heart."""
+"""Question answering: loss, scores and files, and a run that memorises a few questions."""
 
 import dataclasses
 import json
@@ -14,12 +14,12 @@ from lamb_tpu import data, models
 from lamb_tpu.data.text.squad import Question
 from lamb_tpu.data.text.squad_source import SquadSource, Windows
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.errors import UserError
 from lamb_tpu.evaluate import evaluate_checkpoint
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.tasks import HostScored, build
 from lamb_tpu.train import train
 from tests import tiny
+from tests.raising import rejected
 from tests.tasks.berts import TINY
 
 CONTEXT = "the old man and the sea was read by a young girl in a small town"
@@ -47,12 +47,12 @@ def source(
     return SquadSource("made", questions, VOCABULARY, False, windows, training)
 
 
-def logits_for(found: SquadSource, spans: dict[str, dict[str, float]]) -> dict[str, np.ndarray]:
-    """Logits of -9 but for texts of the context: half of their score at start and end each."""
-    features = found.features
+def logits_for(actual: SquadSource, spans: dict[str, dict[str, float]]) -> dict[str, np.ndarray]:
+    """Returns logits of -9, but half of a given text's score at its start and half at its end."""
+    features = actual.features
     starts, ends = (np.full(features.char_start.shape, -9.0, np.float32) for _ in range(2))
     for row, number in enumerate(features.question):
-        for text, score in spans[found.questions[number].id].items():
+        for text, score in spans[actual.questions[number].id].items():
             if not text:
                 starts[row, 0] = ends[row, 0] = score / 2
                 continue
@@ -63,17 +63,17 @@ def logits_for(found: SquadSource, spans: dict[str, dict[str, float]]) -> dict[s
 
 
 def test_scores_and_files() -> None:
-    task, found = build("question_answering", models.build(**TINY, heads=("span",))), source()
-    assert isinstance(task, HostScored) and len(found) > len(QUESTIONS)
+    task, actual = build("question_answering", models.build(**TINY, heads=("span",))), source()
+    assert isinstance(task, HostScored) and len(actual) > len(QUESTIONS)
     outputs = logits_for(
-        found,
+        actual,
         {
-            "who": {"young girl": 8.0, "in": 2.0},  # right but for an article
-            "what": {"man and": 6.0},  # of "old man", "man and" shares one word of two
+            "who": {"young girl": 8.0, "in": 2.0},  # correct except for an article
+            "what": {"man and": 6.0},  # shares one word of two with "old man"
             "where": {"sea": 1.0},
         },
     )
-    metrics, files = task.score(found, outputs)
+    metrics, files = task.score(actual, outputs)
     assert metrics == pytest.approx({"exact_match": 100 / 3, "f1": (100 + 50 + 0) / 3})
     predictions = json.loads(files["predictions.json"])
     assert predictions == {"who": "young girl", "what": "man and", "where": "sea"}
@@ -85,26 +85,20 @@ def test_scores_and_files() -> None:
 
 
 def test_fields_of_the_decoding() -> None:
-    model, found = models.build(**TINY, heads=("span",)), source()
-    outputs = logits_for(
-        found,
-        {
-            "who": {"a young girl": 8.0, "girl": 6.0},
-            "what": {"old man": 4.0},
-            "where": {"sea": 1.0},
-        },
-    )
+    model, actual = models.build(**TINY, heads=("span",)), source()
+    spans = {"who": {"a young girl": 8.0, "girl": 6.0}, "what": {"old man": 4.0}}
+    outputs = logits_for(actual, spans | {"where": {"sea": 1.0}})
     narrow = build("question_answering", model, num_best=2, max_answer_length=2)
-    _, files = narrow.score(found, outputs)
+    _, files = narrow.score(actual, outputs)
     best = json.loads(files["nbest_predictions.json"])
     assert best["who"] == [{"text": "girl", "score": 6.0}]  # "a young girl" is too long
     assert all(len(answers) <= 2 for answers in best.values())
 
 
 def test_questions_without_an_answer() -> None:
-    model, found = models.build(**TINY, heads=("span",)), source([QUESTIONS[0], IMPOSSIBLE])
+    model, actual = models.build(**TINY, heads=("span",)), source([QUESTIONS[0], IMPOSSIBLE])
     outputs = logits_for(
-        found, {"who": {"a young girl": 8.0, "": 9.0}, "never": {"sea": 3.0, "": 6.0}}
+        actual, {"who": {"a young girl": 8.0, "": 9.0}, "never": {"sea": 3.0, "": 6.0}}
     )
     for threshold, predictions, exact in (
         (0.0, {"who": "", "never": ""}, 50),
@@ -112,19 +106,19 @@ def test_questions_without_an_answer() -> None:
         (4.0, {"who": "a young girl", "never": "sea"}, 50),
     ):
         task = build("question_answering", model, version2=True, null_threshold=threshold)
-        metrics, files = task.score(found, outputs)
+        metrics, files = task.score(actual, outputs)
         assert json.loads(files["predictions.json"]) == predictions
         assert metrics == {"exact_match": exact, "f1": exact}
 
 
-def test_version_2_is_scored_as_by_its_own_script() -> None:
+def test_version_2_is_scored_like_its_script() -> None:
     model = models.build(**TINY, heads=("span",))
-    bare = dataclasses.replace(QUESTIONS[0], answers=(("a", 0),))  # normalised, nothing
-    found = source([bare])
-    outputs = logits_for(found, {"who": {"a young girl": 1.0, "": 9.0}})
+    bare = dataclasses.replace(QUESTIONS[0], answers=(("a", 0),))  # empty after normalisation
+    actual = source([bare])
+    outputs = logits_for(actual, {"who": {"a young girl": 1.0, "": 9.0}})
     for version2, right in ((True, 100), (False, 0)):
         task = build("question_answering", model, version2=version2)
-        assert task.score(found, outputs)[0] == {"exact_match": right, "f1": right}
+        assert task.score(actual, outputs)[0] == {"exact_match": right, "f1": right}
 
 
 def test_loss_is_half_of_each_end_over_all_positions() -> None:
@@ -136,8 +130,8 @@ def test_loss_is_half_of_each_end_over_all_positions() -> None:
         "start_position": np.array([0, 2, 4]),
         "end_position": np.array([0, 3, 4]),
     }
-    batch["start_logits"][1, 2] = batch["end_logits"][1, 3] = 9  # the one that is right
-    batch["end_logits"][0, 0] = batch["start_logits"][2, 4] = 9  # half right does not count
+    batch["start_logits"][1, 2] = batch["end_logits"][1, 3] = 9  # the correct one
+    batch["end_logits"][0, 0] = batch["start_logits"][2, 4] = 9  # half correct does not count
     batch["start_logits"][0, 0] = batch["end_logits"][2, 4] = -9
     model = models.Model(lambda key, x: {"params": {}}, lambda v, x, **_: (x, {}))
     task = build("question_answering", model)
@@ -152,52 +146,45 @@ def test_loss_is_half_of_each_end_over_all_positions() -> None:
     assert tuple(map(float, sums["span_accuracy"])) == (1, 3)
 
 
-@pytest.mark.parametrize(
-    "heads, questions, training, message",
-    [
-        (("mlm",), QUESTIONS, True, "heads has no 'span', .*; set config.model.heads=.'span',."),
-        (("span",), [*QUESTIONS, IMPOSSIBLE], True, "made.* without an answer.*version2=True"),
-        (("span",), QUESTIONS, False, "question_answering needs the fields .*start_position"),
-    ],
-)
-def test_data_that_does_not_fit(
-    heads: tuple[str, ...], questions: list[Question], training: bool, message: str
-) -> None:
+def test_data_that_does_not_fit() -> None:
     fields = TINY | {"vocab_size": len(VOCABULARY), "max_positions": 20}
-    with pytest.raises(ValueError, match=message):
-        model = models.build(**fields, heads=heads)
-        build("question_answering", model).check(source(questions, training))
+    task, other = (
+        build("question_answering", models.build(**fields, heads=heads))
+        for heads in (("span",), ("mlm",))
+    )
+    with rejected("config.model.heads", ..., "has no 'span', which question_answering"):
+        other.check(source(training=True))
+    with rejected("made", ..., "has questions without an answer, as in SQuAD v2"):
+        task.check(source([*QUESTIONS, IMPOSSIBLE], training=True))
+    with rejected("made", ..., "has the fields input_ids,", "use a data set with input_ids,"):
+        task.check(source())
+    task.check(source(training=True))
 
 
 def test_the_recipe_can_be_given_questions_without_an_answer() -> None:
-    """By --config.task.version2=True, as `check` asks for: the command line adds no keys."""
+    """The recipe has the key version2, which `check` suggests; the command line cannot add keys."""
     task = dict(tiny.recipe_file(tiny.ROOT / "configs" / "bert_squad.py").get_config().task)
     built = build(task.pop("name"), models.build(**TINY, heads=("span",)), **task)
     assert {"version2", "null_threshold"} <= set(task) and built.version2 is False
 
 
 @pytest.mark.parametrize(
-    "fields, message",
+    "name, value, message",
     [
-        ({"num_best": 0}, "num_best is 0; it must be a whole number of at least 1"),
-        ({"max_answer_length": 2.5}, "max_answer_length is 2.5; it must be a whole number"),
-        ({"version2": "yes"}, "version2 is 'yes'; it must be True or False"),
-        ({"null_threshold": float("nan")}, "null_threshold is nan; it must be a number"),
-        (
-            {"score_names": ()},
-            "score_names is not a field .*; known: num_best, max_answer_length, ver",
-        ),
+        ("num_best", 0, ("is out of range", "use at least 1")),
+        ("max_answer_length", 2.5, ("has the wrong type",)),
+        ("version2", "yes", ("has the wrong type",)),
+        ("null_threshold", float("nan"), ("is out of range",)),
+        ("score_names", ..., ("is unknown", "task 'question_answering' has: name,")),
     ],
 )
-def test_mistakes(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"config.task.{message}"):
-        build("question_answering", models.build(**TINY), **fields)
+def test_errors(name: str, value: Any, message: tuple[str, ...]) -> None:
+    with rejected(f"config.task.{name}", value, *message):
+        build("question_answering", models.build(**TINY), **{name: value})
 
 
 @pytest.mark.long
-def test_a_run_learns_its_questions(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_learns_its_questions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, split: str, **_: Any) -> data.Source:
         return source(training=split == "train", windows=Windows(28, 4, 5))  # one window each
 

@@ -1,19 +1,20 @@
-"""The page on tasks of a user's own, from a folder outside."""
+"""The README's custom task, run from another folder."""
 
 import json
 import pathlib
 
 import pytest
 
-from tests import own_pages
+from tests import package_pages
 
 
 @pytest.mark.long
 def test_task_trains_and_is_evaluated(tmp_path: pathlib.Path) -> None:
-    lines = own_pages.run_page("tasks", tmp_path)
+    lines = package_pages.run_page("tasks", tmp_path)
     assert [line[0] for line in lines] == ["lamb_tpu.train", "lamb_tpu.evaluate"]
     workdir = tmp_path / "runs" / "squares"
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     (last,) = [record for record in records if record["kind"] == "eval"]
-    assert set(last) >= {"error", "accuracy"} and last["error"] < 0.9  # all zeros have 1
+    # Outputs that are all 0 would have an error of 1.
+    assert set(last) >= {"error", "accuracy"} and last["error"] < 0.9
     assert json.loads((workdir / "config.json").read_text())["task.scale"] == 8.0

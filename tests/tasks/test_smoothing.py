@@ -1,4 +1,4 @@
-"""Cross entropy with smoothed labels beside Optax's, which makes whole targets."""
+"""Cross entropy with smoothed labels, compared with Optax, which makes full targets."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ WEIGHTS = jnp.array([[1, 1, 0], [1, 0, 1]])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
-def test_as_whole_targets(smoothing: float) -> None:
+def test_equals_full_targets(smoothing: float) -> None:
     targets = optax.smooth_labels(jax.nn.one_hot(LABELS, 7), smoothing)
     expected = jnp.sum(WEIGHTS * optax.softmax_cross_entropy(LOGITS, targets))
     total, weight = smoothed_cross_entropy(LOGITS, LABELS, WEIGHTS, smoothing)
@@ -22,12 +22,12 @@ def test_as_whole_targets(smoothing: float) -> None:
     assert float(weight) == 4
 
 
-def test_sums_of_parts_are_the_sum() -> None:
-    whole = smoothed_cross_entropy(LOGITS, LABELS, WEIGHTS, 0.1)
+def test_sums_of_shards_add_up() -> None:
+    full = smoothed_cross_entropy(LOGITS, LABELS, WEIGHTS, 0.1)
     parts = [
         smoothed_cross_entropy(LOGITS[n], LABELS[n], WEIGHTS[n], 0.1) for n in range(len(LOGITS))
     ]
-    np.testing.assert_allclose(np.sum(parts, 0), whole, rtol=1e-6)
+    np.testing.assert_allclose(np.sum(parts, 0), full, rtol=1e-6)
 
 
 def test_padding_may_have_any_logits() -> None:

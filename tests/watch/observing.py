@@ -1,4 +1,4 @@
-"""A start of a run for observers, without a trainer."""
+"""Starts and records for tests of observers without a trainer."""
 
 import time
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ from lamb_tpu.watch.clock import Clock
 from lamb_tpu.watch.observer import Record, Start
 
 
-class Kept:
-    """Keeps the records that MetricsWriter would write."""
+class RecordList:
+    """Replaces MetricsWriter and collects the records in a list."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.actual: list[dict[str, Any]] = []
         self.is_closed = False
+        self.missing: dict[str, int] = {}
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        self.found.append({"step": step, "kind": kind, **values})
+        self.actual.append({"step": step, "kind": kind, **values})
 
     def close(self) -> None:
         self.is_closed = True
 
 
 def start(step: int = 0, skipped: int = 0, **changes: Any) -> Start:
-    """A start after `step` updates."""
     settings = {
         "state": SimpleNamespace(skipped=skipped, opt_state=()),
         "is_over": False,
         "eval_due": False,
         "clock": Clock(Position(), time.monotonic()),
-        "records": Kept(),
+        "records": RecordList(),
         "last_checkpoint": lambda: "runs/x/40",
         "fail": None,
     }
@@ -39,5 +39,4 @@ def start(step: int = 0, skipped: int = 0, **changes: Any) -> Start:
 
 
 def record(step: int, values: Mapping[str, float] | None = None, state: Any = None) -> Record:
-    """A record of one update."""
     return Record(step, 1, state, dict(values or {}))

@@ -5,17 +5,17 @@ import math
 
 import pytest
 
-from lamb_tpu.errors import UserError
 from lamb_tpu.watch.best import Best
+from tests.raising import rejected
 
 VALUES = [(10, 0.5), (20, math.nan), (30, 0.9), (40, 0.9), (50, 0.2), (60, 0.2)]
 
 
 @pytest.mark.parametrize("mode, step, value", [("max", 30, 0.9), ("min", 50, 0.2)])
-def test_first_of_the_best(mode: str, step: int, value: float) -> None:
+def test_the_first_of_equal_evaluations(mode: str, step: int, value: float) -> None:
     best = Best("accuracy", mode)
     assert best.step is None
-    best.evaluated(5, {"accuracy": math.nan})  # and one without the metric
+    best.evaluated(5, {"accuracy": math.nan})
     best.evaluated(6, {"loss": 3.0})
     assert best.step is None
     for at, accuracy in VALUES:
@@ -37,7 +37,7 @@ def test_resumed(stop: int) -> None:
 
 
 @pytest.mark.parametrize("other", [Best("loss"), Best("accuracy", "min"), Best("")])
-def test_of_another_metric_nothing_counts(other: Best) -> None:
+def test_a_state_of_another_metric_is_ignored(other: Best) -> None:
     best = Best("accuracy")
     best.evaluated(10, {"accuracy": 0.5})
     other.restore(best.state())
@@ -51,6 +51,6 @@ def test_no_metric() -> None:
     assert best.step is None
 
 
-def test_mistake() -> None:
-    with pytest.raises(UserError, match="best is 'acc'; the evaluation's metrics are: a, b$"):
+def test_error() -> None:
+    with rejected("config.checkpoint.best", "acc", "is unknown", "use a or b"):
         Best("acc").check(["b", "a"])

@@ -1,4 +1,4 @@
-"""The time of a run over its starts."""
+"""The wall time of a run over its starts."""
 
 import time
 
@@ -18,7 +18,7 @@ def test_starts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 117.0
     assert clock.times() == {"seconds": 37.0, "seconds_with_startup": 60.0, "starts": 3}
     assert clock.since_began == 22.0
-    # What a checkpoint keeps is where the next start goes on.
+    # The next start continues from the times in the checkpoint.
     saved = Position(seconds=clock.seconds, startup=clock.startup, starts=clock.starts)
     again = Clock(saved, began=117.0)
     assert again.times() == {"seconds": 37.0, "seconds_with_startup": 60.0, "starts": 4}

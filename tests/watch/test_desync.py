@@ -1,4 +1,4 @@
-"""Copies that come apart are found and named, whichever axis they lie along."""
+"""Differing copies are detected and reported, along any mesh axis."""
 
 import pathlib
 import re
@@ -16,6 +16,7 @@ from lamb_tpu.run.build import Run
 from lamb_tpu.train import train
 from lamb_tpu.watch.desync import _hash, _names, make_desync_check
 from tests import tiny
+from tests.raising import rejected
 
 MESH = Mesh(
     np.array(jax.devices()[:8]).reshape(2, 4),
@@ -31,7 +32,7 @@ SPECS = {
 
 
 def placed(spec: PartitionSpec, changes: dict[int, tuple]) -> jax.Array:
-    """An array over the mesh; `changes` flips, by number of a device, one bit at one place."""
+    """Makes an array on the mesh; `changes` maps a device's index to a position and a flipped bit."""
     array = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
     sharding = NamedSharding(MESH, spec)
     parts = []
@@ -48,85 +49,84 @@ def tree(**changes: dict[int, tuple]) -> dict[str, Any]:
     return {"layer": {name: placed(spec, changes.get(name, {})) for name, spec in SPECS.items()}}
 
 
-def test_copies_that_are_equal_pass() -> None:
+def test_equal_copies() -> None:
     check = make_desync_check(tree(), MESH)
     check(tree(), 3)
-    check(jax.tree.map(lambda leaf: leaf + 1, tree()), 4)  # whatever they hold
+    check(jax.tree.map(lambda leaf: leaf + 1, tree()), 4)  # whatever the values are
 
 
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize("name", ["whole", "over_fsdp"])
-def test_one_bit_on_one_device_is_found(name: str, bit: int) -> None:
+def test_one_bit_on_one_device_is_detected(name: str, bit: int) -> None:
     check = make_desync_check(tree(), MESH)
-    message = (
-        f"after update 7 the copies of layer/{name} are no longer the same on all devices: "
-        "device 5 of process 0 differs from the majority"
-    )
-    if name == "over_fsdp":  # each part has two copies only, and nobody knows which is right
-        message = "layer/over_fsdp .*: device 1 of process 0 against device 5 of process 0"
-    with pytest.raises(UserError, match=message) as error:
+    problem = "differ between devices: device 5 of process 0 differs from the majority"
+    if name == "over_fsdp":  # each shard has only two copies, so there is no majority
+        problem = "device 1 of process 0 against device 5 of process 0"
+    with rejected(f"after update 7 the copies of layer/{name}", ..., problem) as error:
         check(tree(**{name: {5: ((3, 1), bit)}}), 7)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "others, told",
+    "others, output",
     [
         ((5,), "device 5 of process 0 differs from the majority"),
         ((4, 5), "devices 4, 5 of process 0 differ from the majority"),
         ((3, 5), "devices 1, 7 of process 0 against devices 3, 5 of process 0"),
     ],
 )
-def test_majority_is_that_of_a_parts_copies(others: tuple[int, ...], told: str) -> None:
+def test_majority_among_the_copies_of_a_shard(others: tuple[int, ...], output: str) -> None:
     mesh = Mesh(MESH.devices.reshape(4, 2), ("data", "fsdp"), axis_types=MESH.axis_types)
-    # Even devices hold the first half, odd ones the second: four copies of each.
+    # Even devices hold the first half, odd devices the second: four copies of each.
     parts = [
         jax.device_put(np.full(2, device.id % 2 + 10.0 * (device.id in others)), device)
         for device in mesh.devices.ravel()
     ]
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     array = jax.make_array_from_single_device_arrays((4,), sharding, parts)
-    with pytest.raises(UserError, match=f"copies of w .*: {told}. A device is faulty"):
+    with rejected("after update 1 the copies of w", ..., output):
         make_desync_check({"w": array}, mesh)({"w": array}, 1)
 
 
 def test_first_array_is_named_and_the_others_counted() -> None:
     broken = tree(whole={2: ((0, 0), 4)}, over_fsdp={0: ((0, 0), 4)}, over_data={7: ((0, 0), 4)})
-    with pytest.raises(UserError, match=r"layer/over_data \(and of 2 further arrays\) are no .*"):
+    with rejected("*(and of 2 further arrays)", ..., "differ between devices:"):
         make_desync_check(tree(), MESH)(broken, 1)
 
 
-def test_parts_of_which_there_is_one_copy_are_not_compared() -> None:
+def test_single_copies_are_not_compared() -> None:
     make_desync_check(tree(), MESH)(tree(over_both={3: ((0, 0), 1)}), 1)
     alone = {"w": placed(SPECS["over_both"], {})}
     make_desync_check(alone, MESH)(alone, 1)
 
 
 @pytest.mark.parametrize(
-    "count, told",
+    "count, output",
     [
         (8, "device 0 of process 0 against device 1 of process 0 against 6 further values"),
         (2, "devices 0, 2, 4, 6 of process 0 against devices 1, 3, 5, 7 of process 0"),
     ],
 )
-def test_no_majority_at_all(count: int, told: str) -> None:
+def test_no_majority(count: int, output: str) -> None:
     mesh = Mesh(MESH.devices.ravel(), ("data",), axis_types=(AxisType.Auto,))
     parts = [jax.device_put(np.float32(d.id % count), d) for d in mesh.devices]
     sharding = NamedSharding(mesh, PartitionSpec())
     array = jax.make_array_from_single_device_arrays((), sharding, parts)
-    with pytest.raises(UserError, match=told):
+    with rejected("after update 1 the copies of w", ..., output):
         make_desync_check({"w": array}, mesh)({"w": array}, 1)
 
 
 def test_many_devices_are_counted_not_listed() -> None:
     devices = [SimpleNamespace(id=i, process_index=i // 6) for i in range(20)]
-    told = "devices 0, 1, 2, 3, 4, 5 of process 0, devices 6, 7 of process 1 and 12 more"
-    assert _names(devices) == told
+    output = "devices 0, 1, 2, 3, 4, 5 of process 0, devices 6, 7 of process 1 and 12 more"
+    assert _names(devices) == output
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 2)])
-def test_every_element_and_its_place_count(dtype: str, shape: tuple[int, ...]) -> None:
+def test_the_hash_depends_on_every_element_and_its_position(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
     rng = np.random.default_rng(0)
     array = np.asarray(jnp.asarray(rng.integers(0, 2, shape), dtype))
     hashed = jax.jit(_hash)
@@ -144,8 +144,8 @@ def test_every_element_and_its_place_count(dtype: str, shape: tuple[int, ...]) -
             assert int(hashed(swapped.reshape(shape))) != int(hashed(array))
 
 
-def test_hash_is_that_of_plain_arithmetic() -> None:
-    """Hashes by Python's integers, which do not depend on a backend's order of additions."""
+def test_hash_in_plain_arithmetic() -> None:
+    """Compares with Python integers, which do not depend on a backend's summation order."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -158,7 +158,7 @@ def test_hash_is_that_of_plain_arithmetic() -> None:
     assert int(jax.jit(_hash)(array)) == expected
 
 
-def test_bits_that_compare_equal_are_told_apart() -> None:
+def test_hash_distinguishes_equal_values_with_other_bits() -> None:
     zeros = np.zeros(3, np.float32)
     assert int(_hash(jnp.asarray(zeros))) != int(_hash(jnp.asarray(-zeros)))
     quiet = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)  # both are NaN
@@ -166,11 +166,11 @@ def test_bits_that_compare_equal_are_told_apart() -> None:
 
 
 def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """After that update device 5 has another bit in one parameter."""
+    """Flips a bit of one parameter on device 5 after update `step`."""
     make_train_step = Run.make_train_step
 
-    def made(run: Run, *more: Any) -> Any:
-        train_step = make_train_step(run, *more)
+    def made(run: Run, *more: Any, **named: Any) -> Any:
+        train_step = make_train_step(run, *more, **named)
 
         def stepped(state: Any, batch: Any) -> Any:
             state, metrics = train_step(state, batch)
@@ -193,15 +193,15 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "every, backend, found", [("100 steps", "jit", 8), ("3 steps", "shard_map", 6)]
+    "every, backend, actual", [("100 steps", "jit", 8), ("3 steps", "shard_map", 6)]
 )
-def test_run_ends_before_it_saves_what_came_apart(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, every: str, backend: str, found: int
+def test_a_run_ends_before_it_saves_differing_copies(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, every: str, backend: str, actual: int
 ) -> None:
-    """Compared before each save as well; the step itself neither sees nor mends it."""
+    """Copies are compared before each save too; the step neither detects nor repairs the error."""
     config = tiny.digits(guards__desync_every=every, parallel__backend=backend)
     corrupt_at(monkeypatch, 5)
-    message = f"after update {found} the copies of .*: device 5 of process 0 differs from the major"
+    message = f"after update {actual} the copies of .*device 5 of process 0 differs from the major"
     with pytest.raises(UserError, match=message):
         train(config, tmp_path, quiet=True)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4"}
@@ -210,7 +210,7 @@ def test_run_ends_before_it_saves_what_came_apart(
 
 
 @pytest.mark.long
-def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
+def test_two_processes_report_the_parameter(tmp_path: pathlib.Path) -> None:
     launched = tiny.command(
         "lamb_tpu.launch",
         "local",
@@ -223,10 +223,10 @@ def test_two_processes_name_the_parameter(tmp_path: pathlib.Path) -> None:
     )
     logs = [(tmp_path / f"{index}.txt").read_text() for index in (0, 1)]
     assert launched.returncode == 0, launched.stderr
-    for log in logs:  # the same sentence on both
+    for log in logs:  # both processes report the same error
         assert re.fullmatch(
-            r"equal\nafter update 2 the copies of dense/kernel are .*: device \d+ of process 1 "
-            r"differs from the majority\. .*\nafter update 3 the copies of dense/bias are .*: "
+            r"equal\nafter update 2 the copies of dense/kernel differ .*: device \d+ of process 1 "
+            r"differs from the majority\. .*\nafter update 3 the copies of dense/bias differ .*: "
             r"devices \d+, \d+ of process 0 against devices \d+, \d+ of process 1\. .*\n",
             log,
         ), log

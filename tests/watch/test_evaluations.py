@@ -1,25 +1,27 @@
-"""Evaluations that are not finite."""
+"""Evaluations with non-finite metrics."""
 
 import json
 import math
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lamb_tpu import evaluate
+from lamb_tpu import evaluate, spec
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from lamb_tpu.watch.best import Best
 from lamb_tpu.watch.evaluations import Evaluations, check_finite
 from lamb_tpu.watch.guards import Diverged
+from lamb_tpu.watch.target import Target
 from tests import tiny
 from tests.watch.observing import start
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
-def test_metric_that_is_not_finite_ends_the_run(value: float) -> None:
+def test_a_nonfinite_metric_ends_the_run(value: float) -> None:
     warned: list[str] = []
     observer = Evaluations(False, warned.append)
     observer.started(start())
@@ -33,7 +35,7 @@ def test_metric_that_is_not_finite_ends_the_run(value: float) -> None:
     assert not warned
 
 
-def test_guard_may_allow_it() -> None:
+def test_allow_nonfinite_eval() -> None:
     warned: list[str] = []
     check_finite("the evaluation", {"loss": math.nan}, True, warned.append)
     assert warned == [
@@ -51,17 +53,15 @@ def test_infinity_never_is_the_best(mode: str, worst: float) -> None:
 
 @pytest.mark.parametrize("mode, worst", [("max", math.inf), ("min", -math.inf)])
 def test_infinity_never_reaches_the_target(mode: str, worst: float) -> None:
-    from lamb_tpu.watch.target import Target
-
-    config = tiny.digits(target__metric="score", target__value=0.5, target__mode=mode).target
-    target = Target(config, None, print)  # type: ignore[arg-type]
+    config = tiny.digits(target__metric="score", target__value=0.5, target__mode=mode)
+    target = Target(spec.parse(config).target, None, print)  # type: ignore[arg-type]
     target.evaluated(6, {"score": worst})
     assert target.reached is None and not target.end_reason
 
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task's loss is NaN in evaluations, as with a model whose training has diverged."""
+    """Makes the loss of evaluations NaN, like that of a diverged model."""
     measure = Classification.evaluate
 
     def measured(self, params, model_state, batch):
@@ -73,7 +73,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_run_ends_at_such_an_evaluation(
+def test_training_ends_at_a_nonfinite_evaluation(
     tmp_path: pathlib.Path,
     blind: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,22 +97,11 @@ def test_run_ends_at_such_an_evaluation(
     config.guards.allow_nonfinite_eval = True
     metrics = train(config, tmp_path, quiet=True)
     assert math.isnan(metrics["loss"])
-    told = tiny.unbroken(capsys.readouterr().err)
-    assert "the evaluation after update 6 is not finite: loss nan; config.guards.allow" in told
+    output = tiny.unbroken(capsys.readouterr().err)
+    assert "the evaluation after update 6 is not finite: loss nan; config.guards.allow" in output
 
 
-def tiny_flags(workdir: pathlib.Path):
-    """The flags of `evaluate --workdir=...`."""
-    from types import SimpleNamespace
-
-    return SimpleNamespace(
-        step=None,
-        workdir=str(workdir),
-        config=None,
-        split=None,
-        cpu_devices=None,
-        coordinator_address=None,
-        num_processes=None,
-        process_id=None,
-        trust_workdir=False,
-    )
+def tiny_flags(workdir: pathlib.Path) -> SimpleNamespace:
+    processes = ("cpu_devices", "coordinator_address", "num_processes", "process_id")
+    unset = dict.fromkeys(("step", "config", "split", *processes))
+    return SimpleNamespace(workdir=str(workdir), trust_workdir=False, **unset)

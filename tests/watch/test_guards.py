@@ -1,4 +1,4 @@
-"""Guards on the numbers of a run's updates, on the host."""
+"""Guards against non-finite numbers, skipped updates and loss spikes."""
 
 import math
 import pathlib
@@ -18,89 +18,75 @@ from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.guards import Diverged, Guards, SpikeDetector
 from tests import tiny
+from tests.raising import rejected
 from tests.watch.observing import record, start
 
 
-def observed(detector: SpikeDetector, losses: list[float]) -> list[float | None]:
-    return [detector.observe(loss) for loss in losses]
+def observed(detector: SpikeDetector, losses: list[float]) -> dict[int, float]:
+    """Returns the median of each spike, by its position among the losses."""
+    medians = [detector.observe(loss) for loss in losses]
+    return {place: median for place, median in enumerate(medians) if median is not None}
 
 
-def test_spike_is_told_with_the_median_before_it() -> None:
-    detector = SpikeDetector(3.0, window=5, enough=3)
-    assert observed(detector, [1.0, 2.0, 3.0, 6.0]) == [None] * 4  # 6 is not above 3 * 2
-    assert detector.observe(7.6) == 2.5  # of 1, 2, 3, 6
-    assert detector.observe(9.0) is None  # of 1, 2, 3, 6, 7.6 it is 3
-    assert detector.observe(18.1) == 6.0  # of 2, 3, 6, 7.6, 9: the window has lost its oldest
+@pytest.mark.parametrize(
+    "settings, losses, expected",
+    [
+        # The fourth loss is not above 3 * 2, nor the sixth above 3 * 3, the median of 1, 2, 3, 6
+        # and 7.6. At the seventh the window has dropped 1.
+        ((3.0, 0.0, 5, 3), [1.0, 2.0, 3.0, 6.0, 7.6, 9.0, 18.1], {4: 2.5, 6: 6.0}),
+        # A spike exceeds all recent losses.
+        ((3.0, 0.0, 6, 3), [5.0, 1.0, 1.0, 1.0, 5.0, 5.1], {5: 1.0}),
+        # A few losses have no spike.
+        ((2.0, 0.0, 10, 4), [1.0, 1.0, 100.0, 1.0, 101.0], {4: 1.0}),
+        # A loss below the floor is no spike.
+        ((10.0, 1.0, 5, 3), [0.01, 0.02, 0.01, 0.5, 1.0, 1.1], {5: 0.02}),
+        # If the median is not positive, there is no spike.
+        ((3.0, 0.0, 100, 2), [0.0] * 5 + [50.0], {}),
+        ((3.0, 0.0, 100, 2), [-2.0] * 5 + [50.0], {}),
+        # A lasting change is reported once.
+        ((3.0, 0.0, 10, 5), [1.0] * 10 + [10.0] * 20, {10: 1.0}),
+        # A factor of 0 disables the detector.
+        ((0.0, 0.0, 100, 1), [1.0, 1e9], {}),
+        *(
+            ((3.0, 0.0, 3, 3), [1.0, value, 2.0, value, 3.0, value, 6.1], {6: 2.0})
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+    ],
+)
+def test_spikes(
+    settings: tuple[float, ...], losses: list[float], expected: dict[int, float]
+) -> None:
+    assert observed(SpikeDetector(*settings), losses) == expected
 
 
-def test_spike_is_above_all_recent_losses() -> None:
-    detector = SpikeDetector(3.0, window=6, enough=3)
-    observed(detector, [5.0, 1.0, 1.0, 1.0])
-    assert detector.observe(5.0) is None
-    assert detector.observe(5.1) == 1.0
-
-
-def test_nothing_is_a_spike_before_there_are_enough() -> None:
-    detector = SpikeDetector(2.0, window=10, enough=4)
-    assert observed(detector, [1.0, 1.0, 100.0, 1.0]) == [None] * 4
-    assert detector.observe(101.0) == 1.0
-
-
-def test_nothing_up_to_the_floor_is_a_spike() -> None:
-    detector = SpikeDetector(10.0, floor=1.0, window=5, enough=3)
-    assert observed(detector, [0.01, 0.02, 0.01, 0.5, 1.0]) == [None] * 5
-    assert detector.observe(1.1) == 0.02
-
-
-def test_falling_loss_and_its_noise_are_none() -> None:
+def test_a_noisy_falling_loss_has_no_spike() -> None:
     noise = np.random.default_rng(0).uniform(0.6, 1.5, 2000)
     losses = (2.3 * np.exp(-np.arange(2000) / 300) + 0.1) * noise
-    assert observed(SpikeDetector(3.0), list(losses)) == [None] * 2000
-
-
-def test_lasting_change_is_told_once() -> None:
-    told = observed(SpikeDetector(3.0, window=10, enough=5), [1.0] * 10 + [10.0] * 20)
-    assert told == [None] * 10 + [1.0] + [None] * 19
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_loss_that_is_not_finite_counts_for_nothing(value: float) -> None:
-    detector = SpikeDetector(3.0, window=3, enough=3)
-    assert observed(detector, [1.0, value, 2.0, value, 3.0, value]) == [None] * 6
-    assert detector.observe(6.1) == 2.0
-
-
-@pytest.mark.parametrize("usual", [0.0, -2.0])
-def test_median_that_is_not_positive_has_no_multiples(usual: float) -> None:
-    assert observed(SpikeDetector(3.0, enough=2), [usual] * 5 + [50.0]) == [None] * 6
-
-
-def test_factor_of_zero_tells_nothing() -> None:
-    assert observed(SpikeDetector(0.0, enough=1), [1.0, 1e9]) == [None] * 2
+    assert observed(SpikeDetector(3.0), list(losses)) == {}
 
 
 def guards(
-    max_skipped: int = 0, factor: float = 3.0, skipped: int = 0, floor: float = 0.0
+    max_skipped: int = 0, skipped: int = 0, floor: float = 0.0, **options: Any
 ) -> tuple[Guards, list[str]]:
-    """Guards of a run at the rates 0.1, 0.2, ..., and what they warn of."""
-    told: list[str] = []
-    config = SimpleNamespace(max_skipped=max_skipped, spike_factor=factor, spike_floor=floor)
-    guard = Guards(config, lambda step: 0.1 * (step + 1), told.append, lambda text: None)
+    """Returns guards of a run with the learning rates 0.1, 0.2, ..., and the list of warnings."""
+    output: list[str] = []
+    config = SimpleNamespace(max_skipped=max_skipped, spike_factor=3.0, spike_floor=floor)
+    rate = lambda step: 0.1 * (step + 1)  # noqa: E731
+    guard = Guards(config, rate, output.append, lambda text: None, **options)
     guard.started(start(skipped=skipped))
-    return guard, told
+    return guard, output
 
 
 def spikes(guard: Guards, updates: Iterable[tuple[int, Any]]) -> dict[int, dict[str, float]]:
-    """Returns the guard's records of some updates, by update."""
     records = guard._start.records
-    records.found.clear()
+    records.actual.clear()
     guard.fetched(updates)
-    assert {each.pop("kind") for each in records.found} <= {"spike"}
-    return {each.pop("step"): each for each in records.found}
+    assert {each.pop("kind") for each in records.actual} <= {"spike"}
+    return {each.pop("step"): each for each in records.actual}
 
 
 def update(loss: float, weight: float = 4.0, **others: Any) -> dict[str, tuple[float, float]]:
-    """An update's sums as they are fetched; the mean loss is `loss`."""
+    """Returns the fetched sums of an update with the mean loss `loss`."""
     return {
         "loss": (np.float32(loss * weight), np.float32(weight)),
         **{name: (np.float32(value), np.float32(1)) for name, value in others.items()},
@@ -111,86 +97,82 @@ LEFT_OUT = update(0.0, weight=0.0, skipped=1.0) | {"grad_norm": (np.float32(0), 
 
 
 def test_finite_numbers_pass() -> None:
-    guard, told = guards()
+    guard, output = guards()
     steady = [(step, update(1.0, grad_norm=2.0)) for step in range(1, 31)]
-    assert spikes(guard, steady) == {} and not told and guard.skipped == 0
+    assert spikes(guard, steady) == {} and not output and guard.skipped == 0
 
 
 @pytest.mark.parametrize("max_skipped", [0, 5])
 @pytest.mark.parametrize(
-    "name, value, told", [("loss", np.inf, "inf"), ("param_norm", np.nan, "nan")]
+    "name, value, output", [("loss", np.inf, "inf"), ("param_norm", np.nan, "nan")]
 )
-def test_number_that_is_not_finite_ends_the_run(
-    name: str, value: float, told: str, max_skipped: int
+def test_a_nonfinite_number_ends_the_run(
+    name: str, value: float, output: str, max_skipped: int
 ) -> None:
     guard, _ = guards(max_skipped)
     updates = [(41, update(1.0)), (42, update(1.0) | {name: (np.float32(value), np.float32(1))})]
     with pytest.raises(
         Diverged,
-        match=rf"^{name} became {told} at update 42, at the learning rate "
+        match=rf"^{name} became {output} at update 42, at the learning rate "
         r"4\.2; the last checkpoint is runs/x/40\. Try, in a new --workdir",
     ):
         spikes(guard, updates)
 
 
-def test_updates_left_out_are_told_and_counted_up_to_the_limit() -> None:
-    guard, told = guards(max_skipped=3, skipped=1)  # one before the run was resumed
+def test_skipped_updates_are_reported_up_to_the_limit() -> None:
+    guard, output = guards(max_skipped=3, skipped=1)  # the previous start skipped one update
     assert spikes(guard, [(41, update(1.0, skipped=0.0)), (42, LEFT_OUT), (43, LEFT_OUT)]) == {}
     assert guard.skipped == 3
-    assert told == [
-        "update 42 is left out, its gradient is not finite: 2 left out, and "
+    assert output == [
+        "update 42 is skipped, because its gradient is not finite: 2 skipped so far, and "
         "config.guards.max_skipped is 3",
-        "update 43 is left out, its gradient is not finite: 3 left out, and "
+        "update 43 is skipped, because its gradient is not finite: 3 skipped so far, and "
         "config.guards.max_skipped is 3",
     ]
-    with pytest.raises(
-        Diverged,
-        match=r"^the gradient is not finite at update 44; 4 updates were "
-        r"left out for that, and config\.guards\.max_skipped is 3, at the learning "
-        r"rate 4\.4; the last checkpoint is runs/x/40",
-    ):
+    key = "*at update 44; 4 such updates were skipped, and config.guards.max_skipped is 3"
+    with rejected(key, ..., ", at the learning rate 4.4", "is runs/x/40. Try", Diverged):
         spikes(guard, [(44, LEFT_OUT)])
 
 
-def test_count_of_a_run_resumed_without_the_guard_ends_nothing() -> None:
-    guard, told = guards(max_skipped=0, skipped=2)
-    assert spikes(guard, [(1, update(1.0))]) == {} and not told
+def test_earlier_skipped_updates_alone_do_not_end_the_run() -> None:
+    guard, output = guards(max_skipped=0, skipped=2)
+    assert spikes(guard, [(1, update(1.0))]) == {} and not output
 
 
-def test_spikes_come_back_with_their_updates() -> None:
-    guard, told = guards(factor=3.0)
+def test_spikes_are_recorded_with_their_updates() -> None:
+    guard, output = guards()
     assert spikes(guard, [(step, update(0.5)) for step in range(1, 41)]) == {}
-    found = spikes(
+    actual = spikes(
         guard,
         [(41, update(2.0)), (42, update(0.5)), (43, update(8.0, weight=2.0)), (44, update(1.4))],
     )
-    assert found == {41: {"loss": 2.0, "median": 0.5}, 43: {"loss": 8.0, "median": 0.5}}
-    assert not told
+    assert actual == {41: {"loss": 2.0, "median": 0.5}, 43: {"loss": 8.0, "median": 0.5}}
+    assert not output
 
 
-def test_floor_of_the_config_is_heeded() -> None:
-    guard, _ = guards(factor=3.0, floor=2.0)
+def test_floor_of_the_config() -> None:
+    guard, _ = guards(floor=2.0)
     spikes(guard, [(step, update(0.5)) for step in range(1, 41)])
-    found = spikes(guard, [(41, update(2.0)), (42, update(2.5))])
-    assert found == {42: {"loss": 2.5, "median": 0.5}}
+    actual = spikes(guard, [(41, update(2.0)), (42, update(2.5))])
+    assert actual == {42: {"loss": 2.5, "median": 0.5}}
 
 
-def test_update_left_out_has_no_loss() -> None:
-    guard, told = guards(max_skipped=100)
+def test_a_skipped_update_has_no_loss() -> None:
+    guard, output = guards(max_skipped=100)
     spikes(guard, [(step, update(1.0)) for step in range(1, 31)])
     spikes(guard, [(step, LEFT_OUT) for step in range(31, 61)])
     assert spikes(guard, [(61, update(3.1))]) == {61: {"loss": pytest.approx(3.1), "median": 1.0}}
 
 
-def test_record_has_the_count_of_the_whole_run() -> None:
+def test_a_record_counts_skipped_updates_of_the_run() -> None:
     guard, _ = guards(max_skipped=9, skipped=4)
     spikes(guard, [(41, LEFT_OUT)])
-    found = record(41, {"loss": 1.0, "skipped": 0.5})
-    guard.recorded(found)
-    assert found.values == {"loss": 1.0, "skipped": 5}
+    actual = record(41, {"loss": 1.0, "skipped": 0.5})
+    guard.recorded(actual)
+    assert actual.values == {"loss": 1.0, "skipped": 5}
 
 
-def test_resumed_guards_know_the_recent_losses() -> None:
+def test_resumed_guards_have_the_recent_losses() -> None:
     before, _ = guards()
     spikes(before, [(step, update(0.5)) for step in range(1, 41)])
     after, _ = guards()
@@ -203,7 +185,7 @@ BAD_EXAMPLE = 12
 
 @pytest.fixture
 def bad_example(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """One training example is not a number; gives the updates that have it in their batch."""
+    """Sets one training example to NaN; returns the updates with this example in their batch."""
     load = data.load
 
     def loaded(name: str, split: str, **options: Any) -> data.Source:
@@ -220,10 +202,10 @@ def bad_example(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 @pytest.mark.long
-def test_bad_example_costs_its_updates_alone(
+def test_bad_example_skips_only_its_updates(
     tmp_path: pathlib.Path, bad_example: set[int], capsys: pytest.CaptureFixture
 ) -> None:
-    """Under shard_map with the optimizer's state split; jit is below."""
+    """Runs shard_map with sharded optimizer state; a later test runs jit."""
     config = tiny.digits(
         guards__max_skipped=3,
         ema__decay=0.9,
@@ -238,20 +220,21 @@ def test_bad_example_costs_its_updates_alone(
     for tree in (state.params, state.opt_state, state.ema):
         assert all(np.isfinite(leaf).all() for leaf in tiny.arrays(tree).values())
     warnings = capsys.readouterr().err
-    told = re.findall(r"^(update \d+) is left out", warnings, re.MULTILINE)
+    output = re.findall(r"^(update \d+) is skipped", warnings, re.MULTILINE)
     named = f"image[0, 0, 0] of example {BAD_EXAMPLE} of digits:train[:256] (split 'train[:256]')"
-    assert tiny.unbroken(warnings).count(f"{named} is nan; it must be finite") == len(told)
-    assert told == [f"update {step}" for step in left_out]
+    cause = f"{named} is nan, which is not finite as float32"
+    assert tiny.unbroken(warnings).count(cause) == len(output)
+    assert output == [f"update {step}" for step in left_out]
     records = read_records(tmp_path / "metrics.jsonl", "train")
     assert [r["step"] for r in records if "loss" not in r] == left_out
     assert [r["skipped"] for r in records] == [
         sum(step <= r["step"] for step in left_out) for r in records
     ]
-    # A run resumed in the middle goes on counting.
+    # A resumed run continues to count.
     for step in (8, 12):
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
     train(config, tmp_path, quiet=True)
-    assert ": 3 left out" in tiny.unbroken(capsys.readouterr().err)
+    assert ": 3 skipped so far" in tiny.unbroken(capsys.readouterr().err)
     tiny.assert_equal(tiny.restored(config, tmp_path)[0], state)
 
 
@@ -262,53 +245,48 @@ def test_one_update_too_many_ends_the_run_and_names_the_example(
     last = sorted(bad_example)[2]
     config = tiny.digits(guards__max_skipped=2, checkpoint__every="1 steps")
     message = (
-        f"^the gradient is not finite at update {last}; 3 updates were left out.* and its batch "
-        f"may be the cause: image.0, 0, 0. of example {BAD_EXAMPLE} of digits:.* is nan; it must "
-        "be finite as float32"
+        f"^the gradient is not finite at update {last}; 3 such updates were skipped.* and its batch "
+        f"may be the cause: image.0, 0, 0. of example {BAD_EXAMPLE} of digits:.* is nan, which is "
+        "not finite as float32"
     )
     with pytest.raises(UserError, match=message):
         train(config, tmp_path, quiet=True)
     assert int(tiny.restored(config, tmp_path)[0].step) == last - 1
 
 
-def test_run_that_skips_nothing_rejects_the_example_at_once(
+def test_without_skipping_the_example_ends_the_run(
     tmp_path: pathlib.Path, bad_example: set[int]
 ) -> None:
-    with pytest.raises(UserError, match=f"^image.* of example {BAD_EXAMPLE} of digits:"):
+    with rejected("*(split 'train[:256]')", ..., "is not finite as float32"):
         train(tiny.digits(), tmp_path, quiet=True)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_batch_to_blame_is_named_instead_of_the_rate() -> None:
-    """The guard asks for the batch of the update whose number is not finite."""
+def test_the_error_names_the_batch_instead_of_the_rate() -> None:
+    """The guard examines the batch of the update with a non-finite number."""
     asked = []
 
     def examine(step: int) -> None:
         asked.append(step)
         raise UserError("image of example 5 is 1e+30")
 
-    config = SimpleNamespace(max_skipped=0, spike_factor=0.0, spike_floor=0.0)
-    guard = Guards(config, lambda step: 0.1, print, print, examine)
-    guard.started(start())
-    with pytest.raises(
-        UserError,
-        match="^loss became inf at update 7, and its batch may be the "
-        "cause: image of example 5 is 1e.30; the last checkpoint is runs/x/40$",
-    ):
+    guard, _ = guards(examine=examine)
+    problem = ", and its batch may be the cause: image of example 5"
+    with rejected("loss became inf at update 7", ..., problem, "the last checkpoint is runs/x/40"):
         guard.fetched([(7, update(math.inf))])
     assert asked == [7]
 
 
 @pytest.mark.long
-def test_spike_of_a_run_is_written_down(
+def test_the_spike_of_a_run_is_recorded(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     shard_batch, numbers = Run.shard_batch, iter(range(1, 49))
 
-    def shard(run: Run, batch: data.Batch) -> dict[str, Any]:
-        if next(numbers) == 35:  # far brighter than any digit
+    def shard(run: Run, batch: data.Batch, *rest: Any) -> dict[str, Any]:
+        if next(numbers) == 35:  # pixel values far out of range
             batch = batch | {"image": np.full_like(batch["image"], 255)}
-        return shard_batch(run, batch)
+        return shard_batch(run, batch, *rest)
 
     monkeypatch.setattr(Run, "shard_batch", shard)
     config = tiny.digits(
@@ -319,15 +297,17 @@ def test_spike_of_a_run_is_written_down(
     losses = [r["loss"] for r in read_records(tmp_path / "metrics.jsonl", "train")]
     assert spike["step"] == 35 and spike["loss"] == losses[34]
     assert spike["median"] == pytest.approx(np.median(losses[:34]), rel=1e-12)
-    told = f"update 35: loss spike of {losses[34]:.4g}, the recent median is {spike['median']:.4g}"
-    assert told in capsys.readouterr().out
+    output = (
+        f"update 35: loss spike of {losses[34]:.4g}, the recent median is {spike['median']:.4g}"
+    )
+    assert output in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
+def test_only_a_broken_batch_is_a_spike(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The recipe as it is: near its end a batch may be a hundred times the median of 0.001."""
+    """Runs the unchanged recipe, in which late losses can be 100 times the median of 0.001."""
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config()
     config.log.tensorboard = False
     train(config, tmp_path / "healthy")
@@ -338,10 +318,10 @@ def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
 
     shard_batch, numbers = Run.shard_batch, iter(range(1, 1349))
 
-    def shard(run: Run, batch: data.Batch) -> dict[str, Any]:
-        if next(numbers) == 1000:  # labels that belong to other images
+    def shard(run: Run, batch: data.Batch, *rest: Any) -> dict[str, Any]:
+        if next(numbers) == 1000:  # assign labels to other images
             batch = batch | {"label": np.roll(batch["label"], 1)}
-        return shard_batch(run, batch)
+        return shard_batch(run, batch, *rest)
 
     monkeypatch.setattr(Run, "shard_batch", shard)
     train(config, tmp_path / "broken")
@@ -350,16 +330,14 @@ def test_healthy_run_tells_no_spike_and_a_broken_batch_in_it_does(
     assert "update 1000: loss spike of " in capsys.readouterr().out
 
 
-def test_a_run_of_one_bit_that_diverges_hears_of_the_floor_and_the_mask() -> None:
+def test_advice_for_diverged_one_bit_runs() -> None:
     guard, _ = guards()
     params = {"w": np.ones(3, np.float32)}
     for name in ("onebit_adam", "onebit_lamb", "zero_one_adam"):
         state = optim.make_optimizer({"name": name}, 0.1).init(params)
         guard.started(start(state=SimpleNamespace(skipped=0, opt_state=state)))
-        with pytest.raises(
-            Diverged,
-            match=r"Try, in a new --workdir, a larger config\.optimizer\."
-            r"relative_floor or config\.optimizer\.eps, a mask by .*masked_rows, "
-            r"a lower config\.optimizer\.learning_rate",
-        ):
+        remedy = (
+            "Try, in a new --workdir, a larger config.optimizer.relative_floor or config.optimizer"
+        )
+        with rejected("loss became inf at update 7", ..., ", at the learning rate 0.7", remedy):
             spikes(guard, [(7, update(np.inf))])

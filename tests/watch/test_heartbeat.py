@@ -1,4 +1,4 @@
-"""The line that each process but the first prints now and then."""
+"""Periodic progress lines of all processes except the first."""
 
 import re
 import time
@@ -11,7 +11,7 @@ from tests.watch.observing import start
 
 
 def beat(seconds: float, monkeypatch: pytest.MonkeyPatch, index: int) -> float:
-    """Returns how long the run took, which is half a second or, on a busy machine, longer."""
+    """Returns the duration of the run: half a second, or more on a busy machine."""
     monkeypatch.setattr(jax, "process_index", lambda: index)
     monkeypatch.setattr(jax, "process_count", lambda: 8)
     began, heartbeat = time.monotonic(), Heartbeat(seconds)
@@ -21,7 +21,7 @@ def beat(seconds: float, monkeypatch: pytest.MonkeyPatch, index: int) -> float:
         heartbeat.updated(step, None)
     heartbeat.ended()
     took = time.monotonic() - began
-    time.sleep(0.3)  # it has ended
+    time.sleep(0.3)  # no lines may follow
     return took
 
 
@@ -29,11 +29,11 @@ def test_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) ->
     took = beat(0.2, monkeypatch, index=3)
     lines = capsys.readouterr().out.splitlines()
     assert 1 <= len(lines) <= took / 0.2
-    found = re.fullmatch(
+    actual = re.fullmatch(
         r"process 3 of 8 on \S+: update (\d+), ([\d.]+) updates/s, ([\d.]+) GiB resident", lines[0]
     )
-    assert 100 < int(found[1]) <= 150 and 10 < float(found[2]) <= 100
-    assert 0.05 < float(found[3]) < 100
+    assert 100 < int(actual[1]) <= 150 and 10 < float(actual[2]) <= 100
+    assert 0.05 < float(actual[3]) < 100
 
 
 @pytest.mark.parametrize("seconds, index", [(0.0, 3), (0.1, 0)])

@@ -1,4 +1,4 @@
-"""The local Lipschitz estimate in the records, which leaves the training's bits alone."""
+"""The local Lipschitz estimate in the records, which does not change the training."""
 
 import contextlib
 import pathlib
@@ -18,11 +18,11 @@ from tests.watch.observing import record
 
 class Pauses:
     def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
+        self.output: list[tuple[int, str]] = []
 
     @contextlib.contextmanager
     def __call__(self, step: int, reason: str) -> Iterator[None]:
-        self.told.append((step, reason))
+        self.output.append((step, reason))
         yield
 
 
@@ -30,46 +30,43 @@ def observed(rows: int) -> tuple[dict[str, float], list[tuple[int, str]]]:
     run, pauses = prepare(tiny.digits(log__lipschitz_rows=rows), None), Pauses()
     observer, one = Lipschitz(run, pauses), record(7, state=run.first_state())
     observer.recorded(one)
-    return one.values, pauses.told
+    return one.values, pauses.output
 
 
-def test_estimate_stands_in_the_record() -> None:
+def test_the_record_has_the_estimate() -> None:
     values, pauses = observed(64)
     assert list(values) == ["lipschitz"] and 0 < values["lipschitz"] < 100
     assert pauses == [(7, "estimate")]
     more, _ = observed(256)
-    assert more["lipschitz"] != values["lipschitz"]  # other rows
+    assert more["lipschitz"] != values["lipschitz"]  # the estimate uses more examples
 
 
-def test_off_unless_asked_for() -> None:
+def test_off_by_default() -> None:
     assert observed(0) == ({}, [])
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            257,
-            "config.log.lipschitz_rows is 257; it must be at most the 256 examples of the training",
-        ),
-        (9, "config.log.lipschitz_rows is 9, which does not divide over 8 devices; 8 or 16 would"),
-        (-8, "config.log.lipschitz_rows is -8; it must be a number of at least 0"),
+        (257, "lipschitz_rows=257 is more than the number of training examples; use at most 256"),
+        (9, "config.log.lipschitz_rows=9 is not divisible by 8 devices; use 8 or 16"),
+        (-8, "config.log.lipschitz_rows=-8 is out of range; use at least 0"),
     ],
 )
-def test_mistakes(rows: int, message: str) -> None:
+def test_errors(rows: int, message: str) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(UserError, match=message):
         observed(rows)
 
 
 @pytest.mark.long
-def test_training_has_the_same_bits_with_it(tmp_path: pathlib.Path) -> None:
-    found = {}
+def test_training_keeps_its_bits(tmp_path: pathlib.Path) -> None:
+    actual = {}
     for name, rows in {"without": 0, "with": 32}.items():
         config = tiny.digits(duration="6 steps", log__lipschitz_rows=rows)
         train(config, tmp_path / name, quiet=True)
-        found[name] = tiny.restored(config, tmp_path / name)[0]
-    tiny.assert_equal(found["with"], found["without"])
+        actual[name] = tiny.restored(config, tmp_path / name)[0]
+    tiny.assert_equal(actual["with"], actual["without"])
     records = read_records(tmp_path / "with" / "metrics.jsonl", "train")
     assert len(records) == 6 and all(each["lipschitz"] > 0 for each in records)
     others = read_records(tmp_path / "without" / "metrics.jsonl", "train")

@@ -1,4 +1,4 @@
-"""The log in MLPerf's form: its lines, their order and their times, over several starts."""
+"""The log in MLPerf's format: lines, order and times over several starts."""
 
 import json
 import pathlib
@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu.errors import Preempted
 from lamb_tpu.run.build import prepare
+from lamb_tpu.run.recipe import CurrentRecipe
 from lamb_tpu.store.metrics import read_records
 from lamb_tpu.train import train
 from lamb_tpu.watch.mlperf import MLPerfLog, hyperparameters
@@ -20,30 +21,29 @@ from tests.watch.observing import start
 
 
 def lines(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of the log, in which nothing else stands."""
     text = (workdir / "mlperf.log").read_text()
     assert text.endswith("\n")
     heads, objects = zip(*(line.split(" ", 1) for line in text.splitlines()), strict=True)
     assert set(heads) == {":::MLLOG"}
-    found = [json.loads(item) for item in objects]
-    for line in found:
+    actual = [json.loads(item) for item in objects]
+    for line in actual:
         keys = ["namespace", "time_ms", "event_type", "key", "value", "metadata"]
         assert list(line) == keys and type(line["time_ms"]) is int
-    return found
+    return actual
 
 
-def events(found: list[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Key, type and metadata of what has a time; hyper-parameters, by the one way, have none."""
-    kinds = {"INTERVAL_START": "start", "INTERVAL_END": "end", "POINT_IN_TIME": "point"}
+def events(actual: list[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns key, type and metadata of the events; leaves out hyperparameters."""
+    types = {"INTERVAL_START": "start", "INTERVAL_END": "end", "POINT_IN_TIME": "point"}
     return [
-        (line["key"], kinds[line["event_type"]], line["metadata"])
-        for line in found
+        (line["key"], types[line["event_type"]], line["metadata"])
+        for line in actual
         if line["event_type"] != "POINT_IN_TIME" or line["key"] == "eval_accuracy"
     ]
 
 
 def config(**changes: Any) -> ConfigDict:
-    """6 updates in each of two blocks of one and a half epochs; the second reaches the target."""
+    """Returns a config with two blocks of 6 updates (1.5 epochs); the second reaches the target."""
     target = {"target__metric": "loss", "target__mode": "min", "target__value": 2.15}
     return tiny.digits(log__mlperf=True, **target | changes)
 
@@ -68,27 +68,27 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
     began = time.time()
     with jax.log_compiles():
         train(values, tmp_path, quiet=True)
-    found, ended = lines(tmp_path), time.time()
+    actual, ended = lines(tmp_path), time.time()
     losses = [record["loss"] for record in read_records(tmp_path / "metrics.jsonl", "eval")]
-    assert losses[0] > 2.15 >= losses[1]  # or this test would need another value
-    assert events(found) == [
+    assert losses[0] > 2.15 >= losses[1]  # otherwise, choose another target
+    assert events(actual) == [
         *INIT,
         ("run_start", "start", {"samples_count": 0}),
         *block(1, 0, 6),
         *block(2, 6, 12),
         ("run_stop", "end", {"status": "success", "epoch_num": 3.0, "samples_count": 768}),
     ]
-    assert [line["value"] for line in found if line["key"] == "eval_accuracy"] == losses
+    assert [line["value"] for line in actual if line["key"] == "eval_accuracy"] == losses
 
-    times = [line["time_ms"] for line in found]
+    times = [line["time_ms"] for line in actual]
     assert times == sorted(times) and began * 1000 - 1 <= times[0] <= times[-1] <= ended * 1000
-    when = {line["key"]: line["time_ms"] for line in found}
+    when = {line["key"]: line["time_ms"] for line in actual}
     (record,) = read_records(tmp_path / "metrics.jsonl", "target")
     taken = (when["run_stop"] - when["run_start"]) / 1000
     assert taken == pytest.approx(record["seconds"], abs=0.1)
     taken = (when["run_stop"] - when["init_start"]) / 1000
     assert taken == pytest.approx(record["seconds_with_startup"], abs=0.1)
-    # What takes long to compile is compiled before the clock starts, once.
+    # Everything is compiled once, before the clock starts.
     for name in ("train_step", "evaluate"):
         (at,) = [
             compiled.created * 1000
@@ -102,7 +102,7 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
 
 
 def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ended in each evaluation but the last; a poll is before each update and batch of them."""
+    """Preempts every evaluation but the last; a run polls for signals before each update and batch."""
     settings = config(eval__every="4 steps")
     for poll in (4 + 2, 3 + 4 + 2):
         with monkeypatch.context() as patch:
@@ -110,9 +110,9 @@ def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.M
             with pytest.raises(Preempted):
                 train(settings, tmp_path, quiet=True)
     train(settings, tmp_path, quiet=True)
-    found = events(lines(tmp_path))
+    actual = events(lines(tmp_path))
     aborted = ("run_stop", "end", {"status": "aborted"})
-    assert found == [
+    assert actual == [
         *INIT,
         ("run_start", "start", {"samples_count": 0}),
         *block(1, 0, 4)[:3],
@@ -130,7 +130,7 @@ def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.M
     ]
 
 
-def test_silent_after_the_target(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lines_after_the_target(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = config(target__value=100.0, target__stop=False)
     with monkeypatch.context() as patch:
         tiny.preempt_at(patch, 6 + 3 + 2)
@@ -142,12 +142,12 @@ def test_silent_after_the_target(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     assert (tmp_path / "mlperf.log").read_bytes() == before
 
 
-def test_not_asked_for(trained: pathlib.Path) -> None:
+def test_off_by_default(trained: pathlib.Path) -> None:
     assert not (trained / "mlperf.log").exists()
 
 
-def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathlib.Path) -> None:
-    """With 391 examples an epoch is 6.1 updates, so evaluations come after 7 and 13."""
+def test_target_not_reached_and_fractional_epochs(tmp_path: pathlib.Path) -> None:
+    """With 391 examples an epoch has 6.1 updates, so evaluations come after updates 7 and 13."""
     settings = tiny.digits(
         duration="3 epochs",
         eval__every="1 epochs",
@@ -157,7 +157,7 @@ def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathli
         target__mode="min",
     )
     run = prepare(settings, tmp_path)
-    log = MLPerfLog(run, Target(settings.target, run.recipe, print))
+    log = MLPerfLog(run, Target(run.spec.target, CurrentRecipe(run.recipe), print))
     log.started(start(5))
     log.updating(5)
     log.updating(6)  # in the same block
@@ -166,17 +166,17 @@ def test_target_not_reached_and_epochs_that_are_no_whole_number(tmp_path: pathli
     log.evaluated(7, {"loss": float("nan")})
     log.updating(7)
     log.ended()
-    found = lines(tmp_path)
-    assert [line["metadata"] for line in found if line["key"] == "block_start"] == [
+    actual = lines(tmp_path)
+    assert [line["metadata"] for line in actual if line["key"] == "block_start"] == [
         {"first_epoch_num": 1, "epoch_count": pytest.approx(2 * 64 / 391), "samples_count": 320},
         {"first_epoch_num": 2, "epoch_count": pytest.approx(6 * 64 / 391), "samples_count": 448},
     ]
-    (accuracy,) = [line for line in found if line["key"] == "eval_accuracy"]
+    (accuracy,) = [line for line in actual if line["key"] == "eval_accuracy"]
     assert accuracy["value"] == "nan"
     assert accuracy["metadata"]["epoch_num"] == pytest.approx(448 / 391)
-    assert (found[-1]["key"], found[-1]["metadata"]) == ("run_stop", {"status": "aborted"})
+    assert (actual[-1]["key"], actual[-1]["metadata"]) == ("run_stop", {"status": "aborted"})
     log.evaluated(7, {"loss": 0.0})  # too late
-    assert lines(tmp_path) == found
+    assert lines(tmp_path) == actual
 
 
 COMMON = {
@@ -258,9 +258,9 @@ def test_hyperparameters(optimizer: dict[str, Any], expected: dict[str, Any]) ->
         accumulation_steps=2,
         ema__decay=0.5,
     )
-    found = hyperparameters(prepare(settings, None))
-    assert found == pytest.approx(COMMON | expected | {"model_eval_ema_factor": 0.5})
-    json.dumps(found)
+    actual = hyperparameters(prepare(settings, None))
+    assert actual == pytest.approx(COMMON | expected | {"model_eval_ema_factor": 0.5})
+    json.dumps(actual)
 
 
 def test_preset_of_an_optimizer() -> None:

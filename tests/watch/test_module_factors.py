@@ -1,4 +1,4 @@
-"""The factors of modules in the records, wherever the optimizer's state has them."""
+"""Module factors in the records, at any position in the optimizer state."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from lamb_tpu import optim
+from lamb_tpu import optim, spec
 from lamb_tpu.watch.module_factors import ModuleFactors
 from tests import tiny
 from tests.watch.observing import record
@@ -16,7 +16,8 @@ FIELDS = {"modules": (("body", "^b"), ("head", "")), "interval": 1, "start": 0, 
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_factors_by_name(rounded: bool) -> None:
-    observer = ModuleFactors(tiny.change(tiny.digits(), {"optimizer.agvm": FIELDS}))
+    config = tiny.change(tiny.digits(), {"optimizer.agvm": FIELDS})
+    observer = ModuleFactors(spec.parse(config).optimizer)
     params = {"b": jnp.ones(2, jnp.bfloat16), "h": jnp.ones(2, jnp.bfloat16)}
     tx = optim.make_optimizer(
         {"name": "sgd", "agvm": FIELDS, "stochastic_rounding": rounded}, 0.1, params
@@ -26,11 +27,12 @@ def test_factors_by_name(rounded: bool) -> None:
     _, state = tx.update(params, tx.init(params), params, halves=(a, b))
     one = record(1, state=SimpleNamespace(opt_state=state))
     observer.recorded(one)
-    # The cosines are the root of 1/2 and 0, and the bound 0.5 binds.
+    # The cosines are sqrt(1/2) and 0; the ratio of the distances, (1 - sqrt(1/2)) / 1, is clipped to
+    # the lower bound 0.5.
     assert one.values == {"agvm/body": 1.0, "agvm/head": pytest.approx(0.5**0.5)}
 
 
 def test_a_run_without() -> None:
     one = record(1, state=SimpleNamespace(opt_state=optax.EmptyState()))
-    ModuleFactors(tiny.digits()).recorded(one)
+    ModuleFactors(spec.parse(tiny.digits()).optimizer).recorded(one)
     assert one.values == {}

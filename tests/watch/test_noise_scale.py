@@ -1,4 +1,4 @@
-"""The noise scale in the records: the ratio of averages over all updates, also over a resume."""
+"""The noise scale in the records: the ratio of averages over all updates, also after a resume."""
 
 import json
 import math
@@ -11,17 +11,13 @@ from tests.watch.observing import record
 PAIRS = [(2.0, 6.0), (1.0, 12.0), (-1.0, 9.0)]
 
 
-def updates(first: int, pairs: list[tuple[float, float]]) -> list[tuple[int, dict]]:
+def updates(
+    first: int, pairs: list[tuple[float, float]], weight: float = 1.0, geometry: str = ""
+) -> list[tuple[int, dict]]:
+    names = (f"noise_scale/{geometry}grad_sq", f"noise_scale/{geometry}trace")
     return [
-        (
-            first + i,
-            {
-                "loss": (1.0, 1.0),
-                "noise_scale/grad_sq": (grad_sq, 1.0),
-                "noise_scale/trace": (trace, 1.0),
-            },
-        )
-        for i, (grad_sq, trace) in enumerate(pairs)
+        (step, {"loss": (1.0, 1.0)} | {name: (x, weight) for name, x in zip(names, pair)})
+        for step, pair in enumerate(pairs, first)
     ]
 
 
@@ -43,10 +39,10 @@ def test_the_ratio_of_averages() -> None:
     assert values(observer) == {"noise_scale": pytest.approx((trace / 2 + 4) / 2)}
 
 
-def test_updates_that_measured_nothing() -> None:
+def test_updates_without_a_measurement() -> None:
     observer, other = NoiseScale(0.9), NoiseScale(0.9)
-    nothing = (9, {"noise_scale/grad_sq": (0.0, 0.0), "noise_scale/trace": (0.0, 0.0)})
-    observer.fetched([nothing, *updates(1, PAIRS[:2]), nothing, (10, {"loss": (1.0, 1.0)})])
+    nothing = updates(9, [(0.0, 0.0)], weight=0.0)
+    observer.fetched([*nothing, *updates(1, PAIRS[:2]), *nothing, (10, {"loss": (1.0, 1.0)})])
     other.fetched(updates(1, PAIRS[:2]))
     assert values(observer) == values(other)
 
@@ -62,18 +58,8 @@ def test_resumed_as_if_uninterrupted() -> None:
 
 def test_both_geometries() -> None:
     observer = NoiseScale(0.9)
-    observer.fetched(
-        [
-            (
-                1,
-                {
-                    "noise_scale/preconditioned_grad_sq": (2.0, 1.0),
-                    "noise_scale/preconditioned_trace": (8.0, 1.0),
-                },
-            ),
-            *updates(2, PAIRS[:1]),
-        ]
-    )
+    observer.fetched(updates(1, [(2.0, 8.0)], geometry="preconditioned_"))
+    observer.fetched(updates(2, PAIRS[:1]))
     assert values(observer) == {
         "noise_scale_preconditioned": pytest.approx(4.0),
         "noise_scale": pytest.approx(3.0),

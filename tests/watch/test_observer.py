@@ -1,4 +1,4 @@
-"""Hooks are called in order, and only those that an observer overrides between updates."""
+"""Order of the hooks; between updates only overridden hooks are called."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,36 +10,36 @@ from lamb_tpu.watch.observer import Observer, Observers
 from tests.watch.observing import record, start
 
 
-class Told(Observer):
-    """Tells which of its hooks are called."""
+class Logged(Observer):
+    """Logs the calls of its hooks."""
 
-    def __init__(self, name: str, told: list[str], **attributes: Any) -> None:
-        self.name, self._told = name, told
+    def __init__(self, name: str, output: list[str], **attributes: Any) -> None:
+        self.name, self._output = name, output
         for key, value in attributes.items():
             setattr(self, key, value)
 
-    def _tell(self, hook: str) -> None:
-        self._told.append(f"{self.name} {hook}")
+    def _log(self, hook: str) -> None:
+        self._output.append(f"{self.name} {hook}")
 
     def started(self, start: Any) -> None:
-        self._tell("started")
+        self._log("started")
         if getattr(self, "breaks", False):
             raise ValueError
 
     def updated(self, step: int, state: Any) -> None:
-        self._tell(f"updated {step}")
+        self._log(f"updated {step}")
 
     def recorded(self, record: Any) -> None:
         record.values[self.name] = len(record.values)
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
-        self._tell(f"{reason} begins")
+        self._log(f"{reason} begins")
         yield
-        self._tell(f"{reason} ends")
+        self._log(f"{reason} ends")
 
     def ended(self) -> None:
-        self._tell("ended")
+        self._log("ended")
 
     @property
     def end_reason(self) -> str:
@@ -55,18 +55,18 @@ class Told(Observer):
         return {"of": self.name}
 
     def restore(self, state: Any) -> None:
-        self._tell(f"restored {state}")
+        self._log(f"restored {state}")
 
 
 def test_hooks_are_called_in_order() -> None:
-    told: list[str] = []
-    observers = Observers([Told("a", told), Observer(), Told("b", told)])
+    output: list[str] = []
+    observers = Observers([Logged("a", output), Observer(), Logged("b", output)])
     with observers.watching(start()):
         observers.updating(0)
         observers.updated(1, None)
         with observers.paused(1, "save"):
             pass
-    assert told == [
+    assert output == [
         "a started",
         "b started",
         "a updated 1",
@@ -83,24 +83,26 @@ def test_hooks_are_called_in_order() -> None:
     assert one.values == {"a": 0, "b": 1}
 
 
-def test_those_that_have_started_are_ended() -> None:
-    told: list[str] = []
-    observers = Observers([Told("a", told), Told("b", told, breaks=True), Told("c", told)])
+def test_started_observers_are_ended() -> None:
+    output: list[str] = []
+    observers = Observers(
+        [Logged("a", output), Logged("b", output, breaks=True), Logged("c", output)]
+    )
     with pytest.raises(ValueError), observers.watching(start()):
         pass
-    assert told == ["a started", "b started", "a ended"]
+    assert output == ["a started", "b started", "a ended"]
 
 
-def test_what_they_say_together() -> None:
-    told: list[str] = []
+def test_combined_properties() -> None:
+    output: list[str] = []
     plain = Observers([Observer()])
     assert (plain.may_end_run, plain.saves_evaluations, plain.end_reason) == (False, False, "")
     assert plain.summary() == "" and plain.state() == {} and not plain.keep(4)
     observers = Observers(
         [
-            Told("a", told, may_end_run=True),
-            Told("b", told, reason="enough"),
-            Told("c", told, saves_evaluations=True),
+            Logged("a", output, may_end_run=True),
+            Logged("b", output, reason="enough"),
+            Logged("c", output, saves_evaluations=True),
         ]
     )
     assert observers.may_end_run and observers.saves_evaluations
@@ -108,9 +110,9 @@ def test_what_they_say_together() -> None:
     assert observers.keep(4) and not observers.keep(5)
 
 
-def test_states_are_kept_by_name() -> None:
-    told: list[str] = []
-    observers = Observers([Told("a", told), Observer(), Told("b", told)])
+def test_states_by_name() -> None:
+    output: list[str] = []
+    observers = Observers([Logged("a", output), Observer(), Logged("b", output)])
     assert observers.state() == {"a": {"of": "a"}, "b": {"of": "b"}}
-    observers.restore({"a": 1, "gone": 2})  # b is new since the checkpoint
-    assert told == ["a restored 1"]
+    observers.restore({"a": 1, "gone": 2})  # the checkpoint has no observer b
+    assert output == ["a restored 1"]

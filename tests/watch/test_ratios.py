@@ -21,25 +21,25 @@ def observed(collect: bool) -> tuple[dict[str, float], list[dict]]:
         PARAMS,
     )
     run = SimpleNamespace(
-        facts=parameters.resolve(PARAMS, parameters.DEFAULT_RULES),
+        metadata=parameters.resolve(PARAMS, parameters.DEFAULT_RULES),
         parameter_order=["b/kernel", "a/kernel"],
     )
     ratios, begun, one = Ratios(run), start(), record(7, state=SimpleNamespace(opt_state=opt_state))
     ratios.started(begun)
     ratios.recorded(one)
-    return one.values, begun.records.found
+    return one.values, begun.records.actual
 
 
-def test_ratios_of_every_layer_in_the_networks_order() -> None:
+def test_ratios_of_every_layer_in_network_order() -> None:
     values, (layers,) = observed(collect=True)
-    found = [layers["ratios/b/kernel"], layers["ratios/a/kernel"]]
-    assert found == pytest.approx([5 / 2**0.5, 1 / 2**0.5], rel=1e-4)
+    actual = [layers["ratios/b/kernel"], layers["ratios/a/kernel"]]
+    assert actual == pytest.approx([5 / 2**0.5, 1 / 2**0.5], rel=1e-4)
     assert values == pytest.approx(
-        {"ratio_min": found[1], "ratio_median": sum(found) / 2, "ratio_max": found[0]}
+        {"ratio_min": actual[1], "ratio_median": sum(actual) / 2, "ratio_max": actual[0]}
     )
     names = [name for name in layers if name.startswith("ratios/")]
     assert names == ["ratios/b/kernel", "ratios/a/kernel"] and layers["kind"] == "layers"
 
 
-def test_optimizer_that_collects_nothing() -> None:
+def test_optimizer_without_diagnostics() -> None:
     assert observed(collect=False) == ({}, [])

@@ -3,19 +3,20 @@
 from types import SimpleNamespace
 
 from lamb_tpu.batching.path import Path
+from lamb_tpu.run.recipe import CurrentRecipe
 from lamb_tpu.watch.records import Records
 from tests.watch.observing import record, start
 
 
-def test_what_is_written() -> None:
-    records = Records(SimpleNamespace(epoch=lambda step: step / 4, path=None))
+def test_records() -> None:
+    records = Records(CurrentRecipe(SimpleNamespace(epoch=lambda step: step / 4, path=None)))
     begun = start(clock=SimpleNamespace(seconds=2.5))
     records.started(begun)
     one = record(6, {"loss": 0.5})
     one.rates["examples_per_second"] = 640.0
     records.recorded(one)
     records.evaluated(8, {"accuracy": 0.9})
-    assert begun.records.found == [
+    assert begun.records.actual == [
         {
             "step": 6,
             "kind": "train",
@@ -32,18 +33,16 @@ def test_what_is_written() -> None:
     assert begun.records.is_closed
 
 
-def test_a_batch_that_changes_is_written() -> None:
-    """The batch of the newest update, and the examples of all."""
-    path = Path(32, total=448)
-    path.change(4, 64)
-    records = Records(
-        SimpleNamespace(
-            epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
-        )
+def test_records_of_a_changing_batch() -> None:
+    """The record has the batch of the newest update and the number of all examples."""
+    path = Path.from_segments([(0, 32), (4, 64)], total=448)
+    recipe = SimpleNamespace(
+        epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples
     )
+    records = Records(CurrentRecipe(recipe))
     begun = start()
     records.started(begun)
     for step in (4, 5):
         records.recorded(record(step))
-    found = [(kept["batch_size"], kept["examples"]) for kept in begun.records.found]
-    assert found == [(32, 128), (64, 192)]
+    actual = [(kept["batch_size"], kept["examples"]) for kept in begun.records.actual]
+    assert actual == [(32, 128), (64, 192)]

@@ -1,4 +1,4 @@
-"""Rates from log to log, with what is not training left out."""
+"""Throughput between records, without the time of evaluations and saves."""
 
 import pytest
 
@@ -21,27 +21,27 @@ def started(amounts: dict[str, float], step: int = 0) -> Throughput:
 
 
 def read(throughput: Throughput, step: int) -> dict[str, float]:
-    found = record(step)
-    throughput.recorded(found)
-    return found.values | found.rates
+    actual = record(step)
+    throughput.recorded(actual)
+    return actual.values | actual.rates
 
 
-def test_rates_are_of_the_updates_since_the_last_record(clock: list[float]) -> None:
+def test_rates_since_the_last_record(clock: list[float]) -> None:
     throughput = started({"examples_per_second": 64, "mfu": 0.5}, step=10)
     clock[0] += 30
     throughput.updated(11, None)
     for step in range(12, 17):
         clock[0] += 0.5
         throughput.updated(step, None)
-    found = record(16)
-    throughput.recorded(found)
-    assert (found.values, found.rates) == ({"mfu": 1.0}, {"examples_per_second": 128.0})
+    actual = record(16)
+    throughput.recorded(actual)
+    assert (actual.values, actual.rates) == ({"mfu": 1.0}, {"examples_per_second": 128.0})
     clock[0] += 8
     assert read(throughput, 18) == {"examples_per_second": 16.0, "mfu": 0.125}
 
 
-def test_rates_of_a_batch_that_changes_count_its_examples(clock: list[float]) -> None:
-    """Updates of 32 examples and, from update 4 on, of 128; the base batch is 64."""
+def test_rates_of_a_changing_batch(clock: list[float]) -> None:
+    """Updates have 32 examples and, from update 4 on, 128; the base batch is 64."""
     throughput = Throughput(
         {"examples_per_second": 64}, lambda step: (32 * min(step, 4) + 128 * max(step - 4, 0)) / 64
     )
@@ -54,7 +54,7 @@ def test_rates_of_a_batch_that_changes_count_its_examples(clock: list[float]) ->
 
 def test_pauses_do_not_count(clock: list[float]) -> None:
     throughput = started({"tokens_per_second": 1000})
-    with throughput.paused(0, "evaluation"):  # as where a resumed run evaluates first
+    with throughput.paused(0, "evaluation"):  # a resumed run may begin with an evaluation
         clock[0] += 5
     throughput.updated(1, None)
     clock[0] += 1
@@ -67,10 +67,10 @@ def test_pauses_do_not_count(clock: list[float]) -> None:
     assert read(throughput, 4) == {"tokens_per_second": 250.0}
 
 
-def test_nothing_where_no_update_was_timed(clock: list[float]) -> None:
+def test_no_rates_without_a_timed_update(clock: list[float]) -> None:
     throughput = started({"examples_per_second": 64})
     assert read(throughput, 1) == {}
     throughput.updated(1, None)
     clock[0] += 1
     assert read(throughput, 1) == {}
-    assert read(throughput, 2) == {}  # in no time at all
+    assert read(throughput, 2) == {}  # no time has passed

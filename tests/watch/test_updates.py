@@ -1,4 +1,4 @@
-"""Metrics of updates between the devices and a record."""
+"""Metrics of updates, fetched from the devices for a record."""
 
 import jax.numpy as jnp
 
@@ -32,7 +32,7 @@ def test_updates_of_a_preempted_start_count() -> None:
     assert after.take() == (2, {"loss": 2.0})
 
 
-def test_an_update_left_out_has_no_mean() -> None:
+def test_a_skipped_update_has_no_mean() -> None:
     updates = Updates()
     updates.add(1, {**sums(0.0, 0.0), "skipped": (jnp.float32(1), jnp.float32(1))})
     updates.fetch()

@@ -1,60 +1,109 @@
-"""Common parts of the rules: whole quanta, the interval, bounds, and reading of statistics."""
+"""Base classes of the rules: granularity, interval, bounds, and access to statistics."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+from lamb_tpu.batching import noise_scale
 from lamb_tpu.optim.checks import check_whole
+
+NOISE_SCALE = "noise_scale"
+DECAY = 0.99  # the decay of moving averages, if a rule has no field `decay`
+
+State = tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
     """A rule for the next batch size.
 
-    Everything is Python numbers on the host, so that all processes decide alike.
+    `init` and `update` maintain the state of the rule, and `next_batch` decides. All values are
+    Python numbers on the host and equal in all processes, so all processes make the same decision.
 
     Attributes:
-      quantum: a batch is a whole number of so many examples: devices times the microbatch of one.
-      interval: updates from one decision to the next.
-      needs: names of the statistics that `next_batch` reads; none: the batch is a function of the
-        examples seen.
+      granularity: the number of examples of a microbatch over all devices. Every batch size is a
+        multiple of it.
+      interval: the number of updates between decisions.
+      needs: the names of the statistics that `next_batch` reads. If it is empty, the batch size is
+        a function of the number of examples seen.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
 
-    quantum: int
+    granularity: int
     interval: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("quantum", "interval"):
+        for name in ("granularity", "interval"):
             check_whole(name, getattr(self, name), lowest=1)
 
     def due(self, updates: int) -> bool:
-        """Returns True where, after so many completed updates, the next batch is to be decided."""
+        """Returns whether the rule decides after this number of completed updates."""
         return updates % self.interval == 0
 
+    def init(self) -> State:
+        """Returns the state before the first update: a tuple of numbers, which checkpoints store."""
+        return noise_scale.init()
+
+    def update(
+        self, state: State, statistics: Mapping[str, float]
+    ) -> tuple[State, Mapping[str, float]]:
+        """Returns the state after one more update, and the statistics that `next_batch` reads.
+
+        If the rule needs the noise scale, the state has the moving averages of its two estimates. A
+        statistic that this update did not measure is NaN.
+        """
+        if not all(name in statistics for name in noise_scale.PAIR):
+            return state, statistics
+        averages = noise_scale.NoiseScaleState(*state)
+        if NOISE_SCALE in self.needs:
+            pair = noise_scale.Estimate(*(statistics[name] for name in noise_scale.PAIR))
+            averages = noise_scale.update(averages, pair, getattr(self, "decay", DECAY))
+        return averages, {**statistics, NOISE_SCALE: float(noise_scale.noise_scale(averages))}
+
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
-        """Returns the next batch size in examples, a whole number of quanta.
+        """Returns the next batch size in examples, a multiple of the batch granularity.
 
         Args:
-          batch: the present batch size, in examples.
-          statistics: numbers by name, of the present update.
-          examples: seen so far.
+          batch: the current batch size, in examples.
+          statistics: the statistics by name, as `update` returns them.
+          examples: the number of examples seen so far.
 
         Raises:
-          ValueError: a statistic that is missing.
+          ValueError: a statistic that the rule needs is missing.
         """
         raise NotImplementedError
+
+    def decide(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
+        """Returns the result of `next_batch`; raises ValueError if it is not a valid batch size."""
+        found = self.next_batch(batch, statistics, examples)
+        check_granularity("the next batch", found, self.granularity)
+        return int(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant(Rule):
+    """Does not change the batch size with which training begins.
+
+    >>> Constant(granularity=8).next_batch(64, {}, examples=10_000)
+    64
+    """
+
+    def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
+        """Returns the current batch size."""
+        del statistics, examples
+        return batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounded(Rule):
-    """A rule whose batch stays within bounds; a subclass says which batch it wants.
+    """Base class of rules with bounds on the batch size; subclasses define `wanted`.
 
     Attributes:
-      upper: the largest batch size, a whole number of quanta.
-      lower: the smallest, a whole number of quanta; None for one quantum.
+      upper: the largest batch size in examples, a multiple of the batch granularity.
+      lower: the smallest batch size in examples, a multiple of the batch granularity; None for the
+        granularity itself.
     """
 
     upper: int
@@ -64,44 +113,50 @@ class Bounded(Rule):
         super().__post_init__()
         for name in ("lower", "upper"):
             if getattr(self, name) is not None:
-                check_quanta(name, getattr(self, name), self.quantum)
+                check_granularity(name, getattr(self, name), self.granularity)
         if self.smallest > self.upper:
             raise ValueError(f"lower must be at most upper, {self.upper}, not {self.smallest}")
 
     @property
     def smallest(self) -> int:
         """The smallest batch size, in examples."""
-        return self.quantum if self.lower is None else self.lower
+        return self.granularity if self.lower is None else self.lower
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
-        """Returns the batch size that the statistics call for, before bounds and rounding."""
+        """Returns the batch size that follows from the statistics, before bounds and rounding."""
         raise NotImplementedError
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
-        """Returns what is wanted within the bounds, rounded up to whole quanta."""
+        """Returns the wanted batch within the bounds, rounded up to a multiple of the granularity."""
         wanted = self.wanted(batch, statistics)
-        if math.isnan(wanted):
-            return batch  # gradients that are not finite say nothing of the batch
+        if math.isnan(wanted):  # there is no estimate yet, or gradients are not finite
+            return batch
         wanted = min(max(wanted, self.smallest), self.upper)
-        return math.ceil(wanted / self.quantum) * self.quantum
+        return math.ceil(wanted / self.granularity) * self.granularity
+
+    def decide(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
+        """Returns the result of `next_batch`; raises ValueError if it is not a valid batch size."""
+        found = super().decide(batch, statistics, examples)
+        if not self.smallest <= found <= self.upper:
+            raise ValueError(
+                f"the next batch must lie between {self.smallest} and {self.upper}, not {found}"
+            )
+        return found
 
 
-def check_quanta(name: str, batch: int, quantum: int) -> None:
-    """Raises ValueError unless the batch size is a whole number of quanta, at least one."""
+def check_granularity(name: str, batch: int, granularity: int) -> None:
+    """Raises ValueError unless the batch size is a positive multiple of the batch granularity."""
     check_whole(name, batch, lowest=1)
-    if batch % quantum:
-        below = batch // quantum * quantum
-        near = f"{below} or {below + quantum}" if below else f"{quantum}"
+    if batch % granularity:
+        below = batch // granularity * granularity
+        near = f"{below} or {below + granularity}" if below else f"{granularity}"
         raise ValueError(
-            f"{name} must be a whole number of quanta of {quantum} examples, as {near}, not {batch}"
+            f"{name} must be a multiple of the batch granularity {granularity}, as {near}, not {batch}"
         )
 
 
 def read(statistics: Mapping[str, float], name: str) -> float:
-    """Returns the statistic of that name as a Python number.
-
-    Raises ValueError where there is none.
-    """
+    """Returns a statistic as a Python number; raises ValueError if it is missing."""
     if name not in statistics:
         raise ValueError(
             f"the rule needs the statistic {name!r}; measured: {', '.join(statistics) or 'none'}"
@@ -110,10 +165,10 @@ def read(statistics: Mapping[str, float], name: str) -> float:
 
 
 def required(variance: float, square: float) -> float:
-    """Returns variance / square, the batch size that a test asks for.
+    """Returns variance / square, the batch size that a test requires.
 
-    Infinite where only the square is 0, so that the largest batch is taken; 0, which asks for
-    nothing, where both are, and where one of them is NaN.
+    If the square is 0 but the variance is not, the result is infinite, which leads to the largest
+    batch. If both are 0, or one is NaN, the result is 0, which does not change the batch.
     """
     if square == 0:
         return math.inf if variance > 0 else 0.0

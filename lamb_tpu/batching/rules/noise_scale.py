@@ -1,4 +1,4 @@
-"""A batch that follows the gradient noise scale.
+"""A rule by which the batch size follows the gradient noise scale.
 
 References:
   McCandlish, Kaplan, Amodei, An Empirical Model of Large-Batch Training, arXiv:1812.06162.
@@ -7,34 +7,32 @@ References:
 import dataclasses
 from collections.abc import Mapping
 
-from lamb_tpu.batching.rules.base import Bounded, read
+from lamb_tpu.batching.rules.base import DECAY, NOISE_SCALE, Bounded, read
 from lamb_tpu.optim.checks import check_above_zero, check_range
-
-NOISE_SCALE = "noise_scale"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseScale(Bounded):
-    """The noise scale times a factor, within the bounds, rounded up to whole quanta.
+    """Sets the batch to the noise scale times a factor, within bounds, rounded up to the granularity.
 
-    Needs the statistic `noise_scale`, see `batching.noise_scale`. Before its first estimate, which
-    is NaN, the batch stays; infinite, where noise hides the gradient, it gives the largest batch.
+    Needs the statistic `noise_scale`, see `batching.noise_scale`. Before the first estimate the
+    noise scale is NaN, and the batch size does not change. If noise hides the gradient, the noise
+    scale is infinite, and the batch size becomes `upper`.
 
-    >>> rule = NoiseScale(quantum=32, upper=4096)
+    >>> rule = NoiseScale(granularity=32, upper=4096)
     >>> [rule.next_batch(64, {'noise_scale': scale}, 0) for scale in (7.3, 300.0, float('inf'))]
     [32, 320, 4096]
 
     Attributes:
-      factor: of the noise scale, above 0. At 1 a step makes half of the progress that the largest
-        batch would, with twice the fewest examples.
-      decay: of the averages behind the noise scale, see `batching.noise_scale.update`; the caller
-        takes them.
+      factor: the factor of the noise scale, above 0. With 1 a step makes half the progress of a
+        step with an unlimited batch, and a run needs twice the minimum number of examples.
+      decay: the decay of the moving averages in the noise scale, see `batching.noise_scale.update`.
     """
 
     needs = (NOISE_SCALE,)
 
     factor: float = 1.0
-    decay: float = 0.99
+    decay: float = DECAY
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-r"""SimiGrad: the batch that keeps the cosine of two half gradients at a target.
+r"""SimiGrad: changes the batch to keep the cosine of its two halves' gradients near a target.
 
 References:
   Qin et al., SimiGrad: Fine-Grained Adaptive Batching for Large Scale Training using Gradient
@@ -16,18 +16,19 @@ from lamb_tpu.optim.checks import is_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimiGrad(Bounded):
-    """Grows by a tenth where two half gradients differ too much, else shrinks by a tenth.
+    """Grows the batch by a tenth if the gradients of its two halves differ too much, else shrinks it.
 
-    Needs the statistic `similarity`, see `batching.similarity`. At exactly the target, or at NaN,
-    the batch stays.
+    Needs the statistic `similarity`, the cosine of these gradients, see `batching.similarity`. If
+    the cosine is below the target, the batch grows by a tenth; if it is above, the batch shrinks by
+    a tenth. If the cosine equals the target or is NaN, the batch does not change.
 
-    >>> rule = SimiGrad(quantum=8, target=0.9, upper=1024)
+    >>> rule = SimiGrad(granularity=8, target=0.9, upper=1024)
     >>> [rule.next_batch(160, {'similarity': cosine}, 0) for cosine in (0.8, 0.9, 0.95)]
     [176, 160, 144]
 
     Attributes:
-      target: the cosine to keep, in [-1, 1]; 0.8 in the authors' script for BERT-Large.
-      smoothing: None, or the weight in [0, 1) that `wanted_batch` describes.
+      target: the target cosine, in [-1, 1]; 0.8 in the authors' script for BERT-Large.
+      smoothing: a weight in [0, 1), see `wanted_batch`; None for no smoothing.
     """
 
     needs = (SIMILARITY,)
@@ -38,30 +39,30 @@ class SimiGrad(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_number(self.target) or not -1 <= self.target <= 1:
-            raise ValueError(f"target must be a cosine in [-1, 1], not {self.target!r}")
+            raise ValueError(f"target={self.target!r} must be a cosine in [-1, 1]")
         if self.smoothing is not None and not (
             is_number(self.smoothing) and 0 <= self.smoothing < 1
         ):
             raise ValueError(
-                f"smoothing must be at least 0 and below 1, or None, not {self.smoothing!r}"
+                f"smoothing={self.smoothing!r} must be at least 0 and below 1, or None"
             )
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> int:
-        """Returns the batch size within the bounds, before it is rounded to whole quanta."""
+        """Returns the batch size within the bounds, before rounding to the granularity."""
         return wanted_batch(
             batch,
             read(statistics, SIMILARITY),
             self.target,
-            batch // self.quantum,
+            batch // self.granularity,
             self.smallest,
             self.upper,
             self.smoothing,
         )
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
-        """Returns what is wanted, rounded by `whole_quanta`."""
+        """Returns the wanted batch, rounded by `round_to_granularity`."""
         del examples
-        return whole_quanta(self.wanted(batch, statistics), batch, self.quantum)
+        return round_to_granularity(self.wanted(batch, statistics), batch, self.granularity)
 
 
 def wanted_batch(
@@ -73,19 +74,11 @@ def wanted_batch(
     upper: int,
     smoothing: float | None = None,
 ) -> int:
-    """Returns the batch size that the published code calls its target, in examples.
+    """Returns the next batch size within the bounds, before rounding to the granularity.
 
-    With `smoothing` s it is s times the number of microbatches plus 1 - s times the new batch, as
-    published: not of the present batch. So it pulls the batch down whatever the similarity is.
-
-    Args:
-      batch: the present batch size, in examples.
-      similarity: the cosine of two half gradients.
-      target: the cosine to keep.
-      num_microbatches: accumulation steps of the present batch.
-      lower: the smallest batch size, any number.
-      upper: the largest.
-      smoothing: s, or None.
+    With `smoothing` s, the result is s times the number of microbatches plus (1 - s) times the new
+    batch size, as in the published code. Because s multiplies the number of microbatches, and not
+    the current batch size, smoothing reduces the batch whatever the similarity is.
     """
     if similarity < target:
         new = max(1, batch + 1, int(1.1 * batch))
@@ -98,17 +91,18 @@ def wanted_batch(
     return max(min(new, upper), lower)
 
 
-def whole_quanta(wanted: int, batch: int, quantum: int) -> int:
-    """Returns the wanted batch rounded down to whole quanta, at least one.
+def round_to_granularity(wanted: int, batch: int, granularity: int) -> int:
+    """Returns the wanted batch size, rounded down to a positive multiple of the granularity.
 
-    One quantum more where more than the present batch is wanted and rounding would lose it.
+    If the wanted batch is larger than the current batch, but the rounded batch is not, the result
+    is one granularity larger.
 
-    >>> [whole_quanta(wanted, 24, 8) for wanted in (21, 24, 26, 40)]
+    >>> [round_to_granularity(wanted, 24, 8) for wanted in (21, 24, 26, 40)]
     [16, 24, 32, 40]
     """
     if wanted == batch:
         return batch
-    quanta = max(1, wanted // quantum)
-    if wanted > batch and quanta * quantum <= batch:
-        quanta += 1
-    return quanta * quantum
+    multiple = max(1, wanted // granularity)
+    if wanted > batch and multiple * granularity <= batch:
+        multiple += 1
+    return multiple * granularity

@@ -1,76 +1,63 @@
 """CIFAR-10 as one file of JPEGs, for machines that cannot download the original archive.
 
-The file, `cifar10_jpeg_q75.npz`, has for each of `train` (50,000) and `test` (10,000), in the
-original order: `_jpeg`, uint8, all JPEG files end to end; `_offsets`, int64 (n + 1,), with picture
-i in the bytes from [i] to [i + 1]; `_labels`, uint8 (n,). The originals are not compressed; JPEG of
-quality 75 costs some accuracy.
+The file `cifar10_jpeg_q75.npz` has three arrays for each SPLIT, `train` (50,000 images) and `test`
+(10,000 images), in the original order: `SPLIT_jpeg`, uint8, all JPEG files end to end;
+`SPLIT_offsets`, int64 (n + 1,): image i has the bytes `offsets[i]` to `offsets[i + 1] - 1`; and
+`SPLIT_labels`, uint8 (n,). The original images are not compressed, so a JPEG quality of 75 costs
+some accuracy.
 """
 
 import pathlib
-import zipfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from lamb_tpu.cluster.host import num_cores
-from lamb_tpu.data.images.jpeg import BadImage, decode_whole
-from lamb_tpu.data.source import ArraySource
+from lamb_tpu.data.images.jpeg import decode_full
+from lamb_tpu.data.source import ArraySource, Batch
 from lamb_tpu.data.splits import slices
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, unreadable
 
 FILE = "cifar10_jpeg_q75.npz"
 _SIDE = 32
-_CHUNK = 500  # pictures that a thread takes at a time
+_CHUNK = 500  # images per task of a thread
 
 
-def load_cifar10_jpeg(split: str, folder: str | None) -> ArraySource:
+def load_cifar10_jpeg(split: str, source_dir: str | None) -> ArraySource:
     """Loads a split, decoded into memory: `image` uint8 (n, 32, 32, 3), `label` int32 (n,).
 
-    Args:
-      split: TFDS split syntax over `train` and `test`.
-      folder: folder of the file.
-
-    Raises:
-      UserError: the split or the file is not as described.
+    Raises a UserError if the file is missing or damaged, or has no such split.
     """
-    path = pathlib.Path(folder or ".") / FILE
-    if folder is None or not path.is_file():
-        raise UserError(
-            f"config.data.dir is {folder}; for cifar10_jpeg it must be the folder that holds {FILE}"
-        )
+    path = pathlib.Path(source_dir or ".") / FILE
+    if source_dir is None or not path.is_file():
+        problem = f"does not hold {FILE}"
+        raise UserError("config.data.dir", source_dir, problem, "give the folder with this file")
     try:
         with np.load(path) as stored:
             lengths = {name: len(stored[f"{name}_labels"]) for name in ("train", "test")}
-            parts = slices("cifar10_jpeg", split, lengths)
-            images, labels = zip(
-                *(
-                    _decode(
-                        stored[f"{name}_jpeg"],
-                        stored[f"{name}_offsets"],
-                        stored[f"{name}_labels"],
-                        start,
-                        stop,
-                    )
-                    for name, start, stop in parts
-                )
-            )
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile, BadImage) as error:
-        raise UserError(f"{path} is not the file of CIFAR-10 as JPEGs: {error}") from error
-    arrays = {"image": np.concatenate(images), "label": np.concatenate(labels)}
+            ranges = slices("cifar10_jpeg", split, lengths)
+            parts = [_decode(stored, *part) for part in ranges]
+    except UserError:
+        raise
+    # A damaged archive raises many types of errors, such as a MemoryError for the shape it claims.
+    except Exception as error:
+        remedy = "replace it with the original file"
+        raise unreadable(path, error, remedy, "is not the file of CIFAR-10 as JPEGs") from error
+    arrays = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
     return ArraySource(f"cifar10_jpeg:{split}", arrays, num_classes=10)
 
 
-def _decode(
-    content: np.ndarray, offsets: np.ndarray, labels: np.ndarray, start: int, stop: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _decode(stored: Mapping[str, np.ndarray], name: str, start: int, stop: int) -> Batch:
+    content, offsets, labels = (stored[f"{name}_{key}"] for key in ("jpeg", "offsets", "labels"))
     images = np.empty((stop - start, _SIDE, _SIDE, 3), np.uint8)
 
     def fill(first: int) -> None:
         for index in range(first, min(first + _CHUNK, stop)):
             encoded = content[offsets[index] : offsets[index + 1]].tobytes()
-            images[index - start], _ = decode_whole(encoded)
+            images[index - start], _ = decode_full(encoded)
 
     with ThreadPoolExecutor(num_cores()) as pool:
-        # Taking the results raises what a thread has raised.
+        # Consuming the results raises a thread's exception.
         list(pool.map(fill, range(start, stop, _CHUNK)))
-    return images, labels[start:stop].astype(np.int32)
+    return {"image": images, "label": labels[start:stop].astype(np.int32)}

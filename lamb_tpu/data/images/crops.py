@@ -1,4 +1,4 @@
-"""Crops of pictures: a random box in training, the centre in evaluation."""
+"""Crops of images: a random box in training, the centre in evaluation."""
 
 import math
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import numpy as np
 
 ASPECT_RATIOS = (3 / 4, 4 / 3)  # width / height of a random box
 _ATTEMPTS = 10
-_PADDING = 32  # of the TPU code: a crop of `size` from a picture of `size` + 32
+_PADDING = 32  # pixels; the TPU code crops `size` pixels from an image of `size` + 32 pixels
 
 
 class Box(NamedTuple):
-    """A rectangle of whole pixels."""
+    """A rectangle; all values are in pixels."""
 
     top: int
     left: int
@@ -26,24 +26,16 @@ def inception_box(
     min_area: float = 0.08,
     min_covered: float = 0.1,
 ) -> Box | None:
-    """Draws a box of `min_area` to all of the picture's area, 3/4 to 4/3 as wide as high.
+    """Draws a box that covers `min_area` to 1 of the image, with a width / height of 3/4 to 4/3.
 
-    It follows `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for
-    TPUs calls with ten attempts. The aspect ratio is uniform, and the height is uniform among those
-    with an allowed area that fit, as is the place. A box that covers less than `min_covered` of the
-    picture is drawn again. (TensorFlow never draws the last row and column of places; here they are
-    as likely as all others.) The idea is from Szegedy et al., "Going Deeper with Convolutions",
-    CVPR 2015.
+    This follows `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for
+    TPUs calls with ten attempts. The aspect ratio is uniform. The height is uniform among the
+    heights that fit and give an allowed area. The position is uniform. A box that covers less than
+    the fraction `min_covered` of the image is drawn again. (TensorFlow never draws the last row and
+    column of positions; here all positions are equally likely.) The idea is from Szegedy et al.,
+    "Going Deeper with Convolutions", CVPR 2015.
 
-    Args:
-      height, width: size of the picture, at least 1.
-      rng: random generator; a successful attempt draws three numbers.
-      min_area: the smallest area from which heights are drawn, as a share of the picture in (0, 1].
-      min_covered: TensorFlow's `min_object_covered`, with the whole picture as the object: a share
-        of it, in [0, 1].
-
-    Returns:
-      The box, or None if all attempts failed, such as for a picture 20 times as wide as high.
+    Returns None if all attempts fail, for example for an image 20 times as wide as it is high.
     """
     least, most = min_area * height * width, height * width
     for _ in range(_ATTEMPTS):
@@ -59,22 +51,21 @@ def inception_box(
         if not (1 <= box_height <= height and 1 <= box_width <= width):
             continue
         area = box_height * box_width
-        # The picture is the object that TensorFlow wants covered, so its covered share is the box's
-        # share of the area.
+        # Here TensorFlow's object is the full image, so `area / most` is the fraction covered.
         if area < least or area / most < min_covered:
             continue
-        place = rng.random()
-        top = int(place * (height - box_height + 1))
+        position = rng.random()
+        top = int(position * (height - box_height + 1))
         left = int(rng.random() * (width - box_width + 1))
         return Box(top, left, box_height, box_width)
     return None
 
 
 def central_box(height: int, width: int, fraction: float) -> Box:
-    """Returns the central square whose side is `fraction` of the shorter side, at least a pixel.
+    """Returns the central square; its side is `fraction` of the shorter side, at least one pixel.
 
-    Scaling the shorter side to 256 and cropping the central 224 pixels corresponds to 224/256 =
-    0.875.
+    Scaling the shorter side to 256 and cropping the central 224 pixels corresponds to the fraction
+    224/256 = 0.875.
     """
     side = max(1, int(fraction * min(height, width)))
     # Rounded as in `_decode_and_center_crop` of the TPU code.
@@ -82,5 +73,5 @@ def central_box(height: int, width: int, fraction: float) -> Box:
 
 
 def tpu_fraction(size: int) -> float:
-    """Returns the TPU code's fraction for pictures of `size` pixels: 0.875 at 224, 0.934 at 456."""
+    """Returns the TPU code's fraction for crops of `size` pixels: 0.875 at 224, 0.934 at 456."""
     return size / (size + _PADDING)

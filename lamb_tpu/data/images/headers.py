@@ -1,29 +1,28 @@
 """Formats, sizes and rotation tags of images, from the first bytes of their files.
 
-The content decides the format, never the name: a JPEG may be called photo.jfif, and a photo.jpg may
-hold a PNG.
+The content decides the format, never the name: photo.jfif may be a JPEG, and photo.jpg may be a
+PNG.
 """
 
 import io
 import re
 import struct
 import warnings
-from typing import NamedTuple
 
 from PIL import Image, WebPImagePlugin
 
-# Damaged tags are common in photographs. Pillow warns of each, and they count as upright.
+# An image with a damaged tag counts as upright. Such tags are common, and Pillow would warn of each.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
-# The longest prefix that `image_format` looks at.
+# Number of bytes that `image_format` needs.
 NUM_BYTES = 16
-FORMATS = ("JPEG", "PNG", "WebP", "BMP")  # that are read
-# First bytes -> the format. Formats that are not read are named in messages.
+FORMATS = ("JPEG", "PNG", "WebP", "BMP")  # supported formats
+# First bytes -> format. Messages name unsupported formats too.
 _SIGNATURES = {
     rb"\xff\xd8\xff": "JPEG",
     rb"\x89PNG\r\n\x1a\n": "PNG",
     rb"RIFF....WEBP": "WebP",
-    # The four bytes after the file's size are reserved and 0, which text that begins with BM lacks.
+    # The four bytes after the file's size are reserved and 0, unlike in a text that begins with BM.
     rb"BM....\0\0\0\0": "BMP",
     rb"GIF8[79]a": "GIF",
     rb"II\*\0|MM\0\*|II\+\0|MM\0\+": "TIFF",
@@ -39,43 +38,36 @@ _EXIF = b"Exif\0\0"
 _APPLICATION = {bytes([marker]) for marker in (*range(0xE0, 0xF0), 0xFE)}
 
 
-class Size(NamedTuple):
-    """Height and width, in pixels."""
-
-    height: int
-    width: int
-
-
 def image_format(head: bytes) -> str:
-    """Returns the format of a file that begins with `head`, also one that is not read; or ''."""
+    """Returns the format of a file that begins with `head`, even if unsupported; '' if unknown."""
     for pattern, name in _SIGNATURES.items():
         if re.match(pattern, head, re.DOTALL):
             return name
     return ""
 
 
-def header_size(content: bytes) -> Size | None:
-    """Returns the size in the header of a PNG, WebP or BMP; None if the header is incomplete."""
-    found = image_format(content[:NUM_BYTES])
+def header_size(content: bytes) -> tuple[int, int] | None:
+    """Returns (height, width) in the header of a PNG, WebP or BMP; None if the header is incomplete."""
+    format_name = image_format(content[:NUM_BYTES])
     try:
-        if found == "PNG":
-            # The signature has 8 bytes. The first chunk has its width at byte 16.
+        if format_name == "PNG":
+            # The signature has 8 bytes. The width in the first chunk is at byte 16.
             width, height = struct.unpack_from(">II", content, 16)
-        elif found == "BMP":
-            # OS/2's first header has 16 bits for each; rows from the top have a negative height.
+        elif format_name == "BMP":
+            # The header of OS/2 1.x stores each side in 16 bits. A negative height means that the
+            # rows begin at the top.
             old = struct.unpack_from("<I", content, 14)[0] == 12
             width, height = struct.unpack_from("<HH" if old else "<ii", content, 18)
-        elif found == "WebP":
+        elif format_name == "WebP":
             width, height = _webp_size(content)
         else:
             return None
     except struct.error:
         return None
-    return Size(abs(height), width) if height and width > 0 else None
+    return (abs(height), width) if height and width > 0 else None
 
 
 def _webp_size(content: bytes) -> tuple[int, int]:
-    """Returns (width, height) of a lossy, lossless or extended WebP."""
     kind = content[12:16]
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", content, 26)
@@ -90,27 +82,26 @@ def _webp_size(content: bytes) -> tuple[int, int]:
 
 
 def is_rotated(content: bytes) -> bool:
-    """Returns whether an EXIF tag says that the stored rows are not those of the upright image.
+    """Returns whether an EXIF tag says that the image must be rotated or mirrored to be upright.
 
-    The tag is not applied. Content that is damaged counts as upright.
+    The tag is not applied. Damaged content counts as upright.
     """
     exif = _exif(content)
     if exif is None:
         return False
-    found = Image.Exif()
+    tags = Image.Exif()
     try:
-        found.load(exif)
-        return found.get(_ORIENTATION, 1) in range(2, 9)
+        tags.load(exif)
+        return tags.get(_ORIENTATION, 1) in range(2, 9)
     except Exception:  # Pillow's parser raises many types of errors for damaged tags
         return False
 
 
 def _exif(content: bytes) -> bytes | None:
-    """Returns the EXIF block of an image, or None."""
-    found = image_format(content[:NUM_BYTES])
-    if found == "JPEG":
-        # Segments of a marker, a length and as many bytes. Those of applications and comments
-        # come first.
+    format_name = image_format(content[:NUM_BYTES])
+    if format_name == "JPEG":
+        # A JPEG consists of segments: a marker, a length and the content. Application and comment
+        # segments come first.
         at = 2
         while content[at : at + 1] == b"\xff" and content[at + 1 : at + 2] in _APPLICATION:
             stop = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
@@ -118,8 +109,8 @@ def _exif(content: bytes) -> bytes | None:
                 return content[at + 4 : stop]
             at = stop
         return None
-    if found == "PNG":
-        # Chunks of a length, a name, as many bytes and a checksum.
+    if format_name == "PNG":
+        # A PNG consists of chunks: a length, a name, the content and a checksum.
         at = 8
         while at + 8 <= len(content):
             length = int.from_bytes(content[at : at + 4], "big")
@@ -127,11 +118,11 @@ def _exif(content: bytes) -> bytes | None:
                 return content[at + 8 : at + 8 + length]
             at += 12 + length
         return None
-    # A bit of the extended header says that the file has EXIF, which is behind the pixels.
-    if found == "WebP" and content[12:16] == b"VP8X" and content[20:21] and content[20] & 8:
+    # A bit of the extended header says that the file has EXIF data, which follow the pixels.
+    if format_name == "WebP" and content[12:16] == b"VP8X" and content[20:21] and content[20] & 8:
         try:
             with WebPImagePlugin.WebPImageFile(io.BytesIO(content)) as image:
                 return image.info.get("exif")
-        except Exception:  # damaged, which decoding reports
+        except Exception:  # damaged; decoding will report it
             return None
     return None

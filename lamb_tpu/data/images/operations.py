@@ -1,11 +1,11 @@
 """The elementary operations of AutoAugment and RandAugment.
 
-Each takes an image, uint8 (height, width, 3) in the order RGB, and returns a new one of the same
-shape. They are defined as in Pillow, which TensorFlow's TPU code for EfficientNet is meant to
-equal, with two exceptions. Values that are multiplied by a factor are rounded; both of those
-truncate them, a difference of at most one grey level. Shears are TensorFlow's, which leave the
-first row or column in place; Pillow counts from the corner of the image, which moves everything by
-half of `share` more. Pixels from outside the image are 128.
+Each operation takes an image, uint8 (height, width, 3) in RGB, and returns a new image of the same
+shape. The operations are defined as in Pillow, which TensorFlow's EfficientNet code for TPUs is
+meant to equal, with two exceptions. Values multiplied by a factor are rounded; Pillow and TensorFlow
+truncate them, so the results differ by at most one grey level. Shears are TensorFlow's, which leave
+the first row or column unchanged; Pillow measures from the corner of the image, so its shears move
+everything by `share` / 2 pixels more. Pixels from outside the image are 128.
 
 References:
   tensorflow/tpu, models/official/efficientnet/autoaugment.py.
@@ -19,7 +19,7 @@ import numpy as np
 
 FILL = 128
 _LEVELS = np.arange(256)
-# As ITU-R BT.601 has them, and so Pillow and OpenCV.
+# ITU-R BT.601, as in Pillow and OpenCV.
 _GREY = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue in a grey level
 # Pillow's filter SMOOTH.
 _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
@@ -41,26 +41,21 @@ def equalize(image: np.ndarray) -> np.ndarray:
     tables = []
     for channel in range(3):
         counts = np.bincount(image[..., channel].ravel(), minlength=256)
-        # Pixels for each of the 255 steps, those of the brightest value aside.
+        # Number of pixels for each of the 255 steps, without the pixels of the brightest value.
         step = (counts.sum() - counts[counts > 0][-1]) // 255
         below = np.cumsum(counts) - counts
-        # A channel with nearly all pixels at its brightest value stays as it is.
+        # A channel with nearly all pixels at its brightest value is left unchanged.
         tables.append(np.minimum((step // 2 + below) // step, 255) if step else _LEVELS)
     return _looked_up(image, np.stack(tables, 1))
 
 
 def invert(image: np.ndarray) -> np.ndarray:
-    """Replaces each value by 255 minus it."""
+    """Replaces each value v by 255 - v."""
     return 255 - image
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keeps the highest bits of each value.
-
-    Args:
-      image: uint8 (height, width, 3).
-      bits: 0 to 8. 0 counts as 1, because TensorFlow shifts a byte by at most 7.
-    """
+    """Keeps the `bits` highest bits of each value, at least 1: TensorFlow shifts by at most 7."""
     return image & np.uint8(0xFF << (8 - max(bits, 1)) & 0xFF)
 
 
@@ -70,21 +65,21 @@ def solarize(image: np.ndarray, threshold: int) -> np.ndarray:
 
 
 def solarize_add(image: np.ndarray, addition: int) -> np.ndarray:
-    """Adds to the values below 128, up to 255."""
+    """Adds `addition` to the values below 128; a sum above 255 becomes 255."""
     added = np.minimum(_LEVELS + addition, 255)
     return _looked_up(image, np.where(_LEVELS < 128, added, _LEVELS))
 
 
 def color(image: np.ndarray, factor: float) -> np.ndarray:
-    """Interpolates from the grey image, factor 0, to the image, factor 1, and beyond."""
+    """Interpolates from the grey image (factor 0) to the image (factor 1), and beyond."""
     return cv2.transform(image, factor * np.eye(3) + (1 - factor) * _GREY)
 
 
 def contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Interpolates from the image's mean grey level, factor 0, to the image, factor 1, and beyond.
+    """Interpolates from the image's mean grey level (factor 0) to the image (factor 1), and beyond.
 
-    The TPU code uses a 256th of the number of pixels, at most 255, instead of the mean, although
-    its comment says mean: 196 for all images of 224 x 224 pixels.
+    Despite its comment, the TPU code does not use the mean but a 256th of the number of pixels, at
+    most 255: 196 for all images of 224 x 224 pixels.
     """
     # Rounded as in Pillow's ImageEnhance.Contrast.
     mean = math.floor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
@@ -92,14 +87,14 @@ def contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Interpolates from black, factor 0, to the image, factor 1, and beyond."""
+    """Interpolates from black (factor 0) to the image (factor 1), and beyond."""
     return _looked_up(image, np.minimum(np.rint(factor * _LEVELS), 255))
 
 
 def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Interpolates from the image smoothed by a 3 x 3 filter, factor 0, to the image, and beyond.
+    """Interpolates from the smoothed image (factor 0) to the image (factor 1), and beyond.
 
-    The outermost pixels stay as they are.
+    The smoothing filter has 3 x 3 pixels. The outermost pixels are left unchanged.
     """
     smooth = cv2.filter2D(image, -1, _SMOOTH)
     smooth[[0, -1]] = image[[0, -1]]
@@ -126,31 +121,31 @@ def shear_y(image: np.ndarray, share: float) -> np.ndarray:
 
 
 def translate_x(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Moves the image to the left."""
+    """Moves the image to the left by `pixels`."""
     return _moved(image, (1, 0, pixels), (0, 1, 0))
 
 
 def translate_y(image: np.ndarray, pixels: float) -> np.ndarray:
-    """Moves the image upwards."""
+    """Moves the image upwards by `pixels`."""
     return _moved(image, (1, 0, 0), (0, 1, pixels))
 
 
 def cutout(image: np.ndarray, half: int, row: int, column: int) -> np.ndarray:
-    """Fills a square of side 2 `half` around a pixel with 128, cut off at the image's edges."""
+    """Fills a square of side 2 * `half` around a pixel with 128, clipped at the image's edges."""
     image = image.copy()
     image[max(row - half, 0) : row + half, max(column - half, 0) : column + half] = FILL
     return image
 
 
 def _looked_up(image: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Replaces each value v by table[v] or table[v, channel], clipped to uint8."""
+    """Replaces each value v with table[v] or table[v, channel], clipped to uint8."""
     return cv2.LUT(image, table.astype(np.uint8).reshape(1, 256, -1))
 
 
 def _moved(image: np.ndarray, x: Sequence[float], y: Sequence[float]) -> np.ndarray:
-    """Takes each pixel from the place that linear functions of (x, y, 1) give, rounded."""
+    """Moves pixels: result pixel p = (column, row, 1) is the image pixel nearest to (x . p, y . p)."""
     height, width = image.shape[:2]
-    # With WARP_INVERSE_MAP the matrix leads from a pixel of the result to one of the image.
+    # With WARP_INVERSE_MAP the matrix maps a pixel of the result to a pixel of the image.
     return cv2.warpAffine(
         image,
         np.array([x, y], np.float64),

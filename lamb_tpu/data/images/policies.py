@@ -1,14 +1,14 @@
 """AutoAugment, RandAugment and random erasing, on uint8 images.
 
-All randomness comes from the given generator, so an image's augmentation is a function of its
-state. Input images are never changed.
+All randomness comes from the given generator, so an image's augmentation is a function of the
+generator's state. Input images are never changed.
 
 References:
   Cubuk et al., AutoAugment: Learning Augmentation Policies from Data, 2018.
   Cubuk et al., RandAugment: Practical Automated Data Augmentation with a Reduced Search Space,
     2019.
   Zhong et al., Random Erasing Data Augmentation, 2017.
-  tensorflow/tpu, models/official/efficientnet/autoaugment.py, for all tables here.
+  tensorflow/tpu, models/official/efficientnet/autoaugment.py, for all tables in this file.
 """
 
 import functools
@@ -25,13 +25,14 @@ MAX_LEVEL = 10.0
 
 
 class Operation(NamedTuple):
-    """An operation, and its argument at the levels 0 to 10 of a policy.
+    """An operation, and its argument as a function of a policy's level, 0 to 10.
 
     Attributes:
-      apply: function from an image, and the argument if there is one, to an image.
-      kind: kind of the argument: 'none'; 'number'; 'signed', negated with probability 1/2; 'whole',
-        truncated to a whole number; 'placed', as 'whole', followed by row and column of a random
-        pixel.
+      apply: returns the changed image; called with an image and, unless `kind` is 'none', with the
+        argument.
+      kind: type of the argument: 'none'; 'number'; 'signed', negated with probability 1/2;
+        'integer', truncated to an integer; 'pixel', like 'integer', followed by row and column of a
+        random pixel.
       low, high: the argument at levels 0 and 10; it is linear between them.
     """
 
@@ -41,15 +42,15 @@ class Operation(NamedTuple):
     high: float = 0.0
 
 
-# RandAugment draws an operation by its place in this table, so the order is part of what a seed
-# means.
+# RandAugment draws an operation by its index in this table, so changing the order would change the
+# result of a seed.
 OPERATIONS = {
     "AutoContrast": Operation(operations.autocontrast),
     "Equalize": Operation(operations.equalize),
     "Invert": Operation(operations.invert),
     "Rotate": Operation(operations.rotate, "signed", 0, 30),
-    "Posterize": Operation(operations.posterize, "whole", 0, 4),
-    "Solarize": Operation(operations.solarize, "whole", 0, 256),
+    "Posterize": Operation(operations.posterize, "integer", 0, 4),
+    "Solarize": Operation(operations.solarize, "integer", 0, 256),
     "Color": Operation(operations.color, "number", 0.1, 1.9),
     "Contrast": Operation(operations.contrast, "number", 0.1, 1.9),
     "Brightness": Operation(operations.brightness, "number", 0.1, 1.9),
@@ -58,16 +59,16 @@ OPERATIONS = {
     "ShearY": Operation(operations.shear_y, "signed", 0, 0.3),
     "TranslateX": Operation(operations.translate_x, "signed", 0, 100),
     "TranslateY": Operation(operations.translate_y, "signed", 0, 100),
-    "Cutout": Operation(operations.cutout, "placed", 0, 40),
-    "SolarizeAdd": Operation(operations.solarize_add, "whole", 0, 110),
+    "Cutout": Operation(operations.cutout, "pixel", 0, 40),
+    "SolarizeAdd": Operation(operations.solarize_add, "integer", 0, 110),
 }
-# In AutoAugment translations are larger. They are in pixels too, whatever the image's size.
+# AutoAugment translates further along y. Translations are in pixels, whatever the image's size.
 AUTOAUGMENT_OPERATIONS = OPERATIONS | {
     "TranslateY": Operation(operations.translate_y, "signed", 0, 250)
 }
 
-# The policy v0: for each image one line is drawn, and its steps (operation, probability, level) are
-# applied one after the other.
+# The policy v0: one line is drawn for each image. Its steps (operation, probability, level) are done
+# in order, each with its probability.
 AUTOAUGMENT = (
     (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
     (("Color", 0.4, 9), ("Equalize", 0.6, 3)),
@@ -97,33 +98,19 @@ AUTOAUGMENT = (
 )
 
 
-def make_policy(name: str, num_layers: int, magnitude: float) -> Policy:
+def make_policy(name: str, num_layers: int, magnitude: float) -> Policy | None:
     """Returns the named policy, a function of an image, uint8 (height, width, 3), and a generator.
 
     Args:
-      name: 'autoaugment', the ImageNet policy v0, which ignores the other arguments; or
-        'randaugment'.
+      name: 'autoaugment', the ImageNet policy v0, which ignores the other arguments;
+        'randaugment'; or '', which returns None.
       num_layers: number of operations that RandAugment draws for an image, each from all 16.
       magnitude: level of RandAugment's operations, 0 to 10.
-
-    Raises:
-      ValueError: the name is unknown, or a number is out of range.
     """
-    if name == "autoaugment":
-        return autoaugment
-    if name != "randaugment":
-        raise ValueError(f"the policy is {name!r}; known policies: autoaugment, randaugment")
-    if type(num_layers) is not int or num_layers < 1:
-        raise ValueError(
-            f"the policy randaugment has {num_layers!r} layers; it must be a whole number of at "
-            "least 1"
-        )
-    if type(magnitude) not in (int, float) or not 0 <= magnitude <= MAX_LEVEL:
-        raise ValueError(
-            f"the policy randaugment has the magnitude {magnitude!r}; it must be a number from 0 "
-            "to 10"
-        )
-    return functools.partial(_randaugment, num_layers, magnitude)
+    randaugment = functools.partial(_randaugment, num_layers, magnitude)
+    known: dict[str, Policy | None]
+    known = {"": None, "autoaugment": autoaugment, "randaugment": randaugment}
+    return known[name]
 
 
 def autoaugment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -138,23 +125,18 @@ def _randaugment(
     num_layers: int, magnitude: float, image: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     names = list(OPERATIONS)
-    # With replacement: an operation may come twice.
+    # Draws with replacement: an operation may occur twice.
     for index in rng.integers(len(names), size=num_layers):
         image = _apply(OPERATIONS[names[index]], magnitude, image, rng)
     return image
 
 
 def random_erasing(image: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
-    """Fills a rectangle of the image with random values, with some probability.
+    """With `probability`, fills a rectangle of the image with random values.
 
-    As in the paper's variant with random values, its share of the image is drawn from 0.02 to 0.4,
-    and its height / width from 0.3 to 1 / 0.3. A rectangle that does not fit into the image is
-    drawn again, up to 100 times; after that the image stays as it is.
-
-    Args:
-      image: uint8 (height, width, 3).
-      rng: random generator.
-      probability: 0 to 1.
+    As in the paper's variant with random values, the fraction of the image that the rectangle
+    covers is drawn from 0.02 to 0.4, and its height / width from 0.3 to 1 / 0.3. A rectangle that
+    does not fit into the image is drawn again; after 100 draws the image is left unchanged.
     """
     if rng.random() >= probability:
         return image
@@ -175,22 +157,15 @@ def random_erasing(image: np.ndarray, rng: np.random.Generator, probability: flo
 def _apply(
     operation: Operation, level: float, image: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Applies an operation at a level, with random sign and place."""
-    return operation.apply(image, *_arguments(operation, level, image.shape, rng))
-
-
-def _arguments(
-    operation: Operation, level: float, shape: tuple[int, ...], rng: np.random.Generator
-) -> tuple[float, ...]:
     value = operation.low + level / MAX_LEVEL * (operation.high - operation.low)
+    arguments: tuple[float, ...] = (value,)
     match operation.kind:
         case "none":
-            return ()
-        case "number":
-            return (value,)
+            arguments = ()
         case "signed":
-            return (value if rng.random() < 0.5 else -value,)
-        case "whole":
-            return (int(value),)
-        case _:
-            return (int(value), *rng.integers(shape[:2]).tolist())
+            arguments = (value if rng.random() < 0.5 else -value,)
+        case "integer":
+            arguments = (int(value),)
+        case "pixel":
+            arguments = (int(value), *rng.integers(image.shape[:2]).tolist())
+    return operation.apply(image, *arguments)

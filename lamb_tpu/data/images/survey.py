@@ -1,4 +1,4 @@
-"""Survey of a folder of pictures: its splits, its classes and the size of the pictures."""
+"""Survey of a folder of images: its splits, its classes and the size of the images."""
 
 import os
 import pathlib
@@ -7,69 +7,62 @@ from typing import NamedTuple
 import numpy as np
 
 from lamb_tpu.data.images.folder import FolderRecords, split_names
-from lamb_tpu.data.images.jpeg import BadImage, picture_size
+from lamb_tpu.data.images.jpeg import BadImage, image_size
 from lamb_tpu.data.images.layout import EVALUATED, TRAINED, has_image, where_images_are
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, listed
 
-_LOOKED_AT = 200  # pictures whose size is read
+_SAMPLED = 200  # images whose size is read
 
 
 class Survey(NamedTuple):
-    """A folder of pictures.
-
-    Attributes:
-      train_split: name of the split for training.
-      eval_split: name of the split for evaluation; the same if there is only one split.
-      num_examples: number of pictures in the split for training.
-      num_classes: number of classes, as `folder.FolderRecords` counts them.
-      side: median of the pictures' shorter sides, in pixels.
-    """
+    """A summary of a folder of images."""
 
     train_split: str
-    eval_split: str
-    num_examples: int
-    num_classes: int
-    side: int
+    eval_split: str  # the training split if there is no other split
+    num_examples: int  # of the training split
+    num_classes: int  # as `folder.FolderRecords` counts them
+    side: int  # median of the images' shorter sides, in pixels
 
 
 def survey(root: str | os.PathLike[str]) -> Survey:
-    """Surveys a folder of pictures for `folder.FolderRecords`.
+    """Surveys a folder of images for `folder.FolderRecords`.
 
-    Raises:
-      UserError: it is not such a folder, the split for training or evaluation cannot be chosen by
-        name, or none of the sampled pictures can be read.
+    Raises a UserError if the splits cannot be chosen by name, or if no sampled image can be read.
     """
     root = pathlib.Path(root)
     names = split_names(root)
-    # A split without an image cannot be evaluated; `FolderRecords` remarks on it.
+    # A split without images cannot be evaluated; `FolderRecords` reports it.
     used = [name for name in names if not (root / name).is_dir() or has_image(root / name)]
     names = used or names
     train = _chosen(names, TRAINED) or (names[0] if len(names) == 1 else "")
-    # The split for evaluation has a common name, or is the only other one.
+    # The split for evaluation has a common name, or is the only other split.
     others = [name for name in names if name != train]
-    held = _chosen(others, EVALUATED) or (others[0] if len(others) == 1 else "")
-    if not train or (others and not held):
-        raise UserError(
-            f"{root} has the splits {', '.join(names) or 'none'}, of which none is called "
-            f"{' or '.join(EVALUATED if train else TRAINED)}; name them so, or make one of them"
-            f"{where_images_are(root)}"
-        )
+    evaluated = _chosen(others, EVALUATED) or (others[0] if len(others) == 1 else "")
+    if not train or (others and not evaluated):
+        wanted = listed(EVALUATED if train else TRAINED)
+        problem = f"has no split called {wanted}{', only ' * bool(names)}{', '.join(names)}"
+        raise UserError(root, ..., problem, f"rename or add a folder{where_images_are(root)}")
     records = FolderRecords(root, train, skip=True)
-    # Spread over the whole list, because neighbours are of one class.
-    looked_at = np.unique(np.linspace(0, len(records) - 1, _LOOKED_AT).astype(int))
+    # The sample is spread over the full list, because neighbours belong to the same class.
+    sampled = np.unique(np.linspace(0, len(records) - 1, _SAMPLED).astype(int))
     sides = []
-    for record in (records.read([index])[0] for index in looked_at.tolist()):
+    for record in (records.read([index])[0] for index in sampled.tolist()):
         try:
-            sides.append(min(picture_size(record.content)))
+            sides.append(min(image_size(record.content)))
         except BadImage:
             continue  # the run will report it by name
     if not sides:
-        raise UserError(f"{root} has no picture in {train} that can be read")
-    side = int(np.median(sides))
-    return Survey(train, held or train, len(records), records.num_classes, side)
+        raise UserError(root, ..., f"has no image in {train} that can be read", "add images")
+    return Survey(
+        train_split=train,
+        eval_split=evaluated or train,
+        num_examples=len(records),
+        num_classes=records.num_classes,
+        side=int(np.median(sides)),
+    )
 
 
 def _chosen(names: list[str], known: tuple[str, ...]) -> str:
-    # Reversed, so that of names that differ only in case the first one is taken.
+    # Reversed, so that the first of several names that differ only in case is used.
     lower = {name.lower(): name for name in reversed(names)}
     return next((lower[name] for name in known if name in lower), "")

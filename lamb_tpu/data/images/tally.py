@@ -1,15 +1,17 @@
-"""Counts of odd and damaged pictures that are read in a run.
+"""Counts of unusual and damaged images that a run has read.
 
-A set of a million pictures is not checked before a run, so these are found while it runs. Skipped
-records are reported at once, through Python's `logging`, so that the message reaches the terminal
-of the process that read them. The counts are reported at the end of a run.
+A set of a million images is not checked before a run, so bad images are detected during the run.
+Skipped records are reported at once, through Python's `logging`, on the terminal of the process
+that read them. The counts are reported at the end of a run.
 """
 
 import logging
 import threading
 
-# Kind of picture -> what it is called.
-KINDS = {
+from lamb_tpu.errors import printable
+
+# Kind of image -> its name in messages.
+TYPES = {
     "grey": "grey",
     "cmyk": "CMYK",
     "png": "PNG",
@@ -19,45 +21,40 @@ KINDS = {
     "rotated": "with an EXIF rotation tag (which is ignored)",
     "bad": "bad",
 }
-_NAMED = 20  # bad records reported by name; after that only their number, at each doubling
+_NAMED = 20  # bad records reported by name; later, a line is printed when their number has doubled
 _LOGGER = logging.getLogger(__name__)
 
 
 class Tally:
-    """Counts of examples by kind, each example once; several threads may count at once.
-
-    Args:
-      source: name of the set, for messages.
-      training: whether the next example replaces a bad record, as in training.
-    """
+    """Counts of examples by kind, each example once; thread-safe. `source` is the set's name."""
 
     def __init__(self, source: str, training: bool = True) -> None:
         self._source = source
         self._training = training
         self._lock = threading.Lock()
-        # Indices and not counts, because a run reads the same example in every epoch.
-        self._found: dict[str, set[int]] = {}
+        # Sets of indices, because a run reads the same example in every epoch.
+        self._indices: dict[str, set[int]] = {}
 
     def add(self, kind: str, index: int) -> int:
         """Counts an example; returns the count of its kind, or 0 if it was counted before."""
         with self._lock:
-            found = self._found.setdefault(kind, set())
-            if index in found:
+            indices = self._indices.setdefault(kind, set())
+            if index in indices:
                 return 0
-            found.add(index)
-            return len(found)
+            indices.add(index)
+            return len(indices)
 
     def skip(self, index: int, name: str, reason: str) -> None:
         """Counts and reports a bad record that is skipped."""
         count = self.add("bad", index)
-        consequence = "the next one stands in for it" if self._training else "does not count"
+        consequence = "the next good one replaces it" if self._training else "does not count"
         if 0 < count <= _NAMED:
             _LOGGER.warning(
                 "data set %s: %s is left out, and %s: %s (%d so far)",
                 self._source,
-                name,
+                printable(name),
                 consequence,
-                reason,
+                printable(reason),
                 count,
             )
         # True at each power of two.
@@ -65,16 +62,16 @@ class Tally:
             _LOGGER.warning("data set %s: %d records are left out", self._source, count)
 
     def counts(self) -> dict[str, int]:
-        """Returns kind -> number of examples so far, for the `KINDS` that occurred."""
+        """Returns kind -> number of examples so far, for the `TYPES` that occurred."""
         with self._lock:
-            return {kind: len(self._found[kind]) for kind in KINDS if kind in self._found}
+            return {kind: len(self._indices[kind]) for kind in TYPES if kind in self._indices}
 
     def describe(self) -> str:
         """Returns the counts as a line for the terminal; '' if there are none."""
         counts = self.counts()
         if not counts:
             return ""
-        listed = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in counts.items())
+        listed = ", ".join(f"{count:,} {TYPES[kind]}" for kind, count in counts.items())
         left_out = ", and the bad ones were left out" if "bad" in counts else ""
         use = "training" if self._training else "evaluation"
-        return f"data set {self._source}: of the pictures read in {use} {listed}{left_out}"
+        return f"data set {self._source}: images read in {use} include {listed}{left_out}"

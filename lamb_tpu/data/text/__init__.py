@@ -1,1 +1,1 @@
-"""Text: documents -> sentences -> WordPiece ids -> ArrayRecord shards, and reading those."""
+"""Text data: preparation of raw text as token ids, and the data sets that read the ids."""

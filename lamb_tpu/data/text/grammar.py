@@ -1,8 +1,8 @@
 """Sentences of a small German grammar with their English translations, for tests and smoke runs.
 
-Every sentence is made of an adverb, a subject, a verb and an object. German articles and adjectives
-change with the noun's gender and case, and a leading adverb moves the verb before the subject, so a
-translation must reorder and cannot go word by word.
+A sentence has an adverb, a subject, a verb and an object. German articles and adjectives change
+with the noun's gender and case, and a leading adverb moves the verb before the subject. Therefore
+translating word by word does not suffice: words must be reordered.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from lamb_tpu.data.hashing import below, words
 from lamb_tpu.data.text.pairs import Pair
 
 SPLITS = ("train", "test")
-_TEST_EVERY = 8  # one of this many sentences goes to the test split
-_SHARE = 4  # one of this many of all sentences is in the set
+_TEST_EVERY = 8  # on average, one in 8 sentences of the set is in the test split
+_SHARE = 4  # on average, one in 4 possible sentences is in the set
 
 # German noun, its gender, English noun.
 _PEOPLE = (
@@ -54,12 +54,12 @@ _ACCUSATIVE = {"m": ("einen", "en"), "f": ("eine", "e"), "n": ("ein", "es")}
 
 
 def read(split: str) -> Iterator[Pair]:
-    """Yields the pairs of a split, `train` or `test`; no pair is in both."""
-    parts = (_ADVERBS, _PEOPLE, _VERBS, _ADJECTIVES, _THINGS)
-    size = math.prod(map(len, parts))
-    # A hash with a fixed seed: the sentences are a data set, and the same in every run.
+    """Yields the pairs of a split, `train` or `test`; the splits have no pair in common."""
+    choices = (_ADVERBS, _PEOPLE, _VERBS, _ADJECTIVES, _THINGS)
+    size = math.prod(map(len, choices))
+    # A hash with a fixed seed: the sentences are a data set, the same in every run.
     draws = below(words(0, np.arange(size)), _SHARE * _TEST_EVERY)
-    for draw, chosen in zip(draws.tolist(), itertools.product(*parts), strict=True):
+    for draw, chosen in zip(draws.tolist(), itertools.product(*choices), strict=True):
         if draw % _SHARE == 0 and (draw == 0) == (split == "test"):
             yield _pair(*chosen)
 

@@ -1,33 +1,35 @@
-"""Pairs of sentences as a data set: padded ids, in batches of like lengths."""
+"""Pairs of sentences as a data set: padded ids, in batches of similar length."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from lamb_tpu.data import checking
 from lamb_tpu.data.source import BaseSource, Batch, FieldSpec
 from lamb_tpu.data.splits import slices
 from lamb_tpu.data.text import grammar, parallel
 from lamb_tpu.data.text.pairs import Multi30k, Wmt16
 from lamb_tpu.data.text.subwords import to_text
 from lamb_tpu.data.text.vocabulary import Vocabulary
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, out_of_range
 
-_MULTIPLE = 8  # the width of evaluation is a multiple of this
+_MULTIPLE = 8  # widths of evaluation batches are multiples of this
 _INT32 = np.dtype(np.int32)
-# Fields whose second axis is cut, and by how much they are longer than a sentence.
+# Field that `trim` cuts -> number of columns before the sentence.
 _CUT = {"source_ids": 0, "target_ids": 1}
 
 
 @dataclass(frozen=True)
-class Options:
+class PairOptions:
     """Options of parallel text.
 
     Attributes:
-      vocab_size: most words of the joint vocabulary, which is trained on the split `train`.
-      max_length: in training, pairs with a longer sentence are left out; in tokens, its end sign
-        counted.
-      widths: number of widths, equal parts of `max_length`, to which training batches are padded;
-        1 pads all of them to `max_length`. The step is compiled for each.
+      vocab_size: maximum size of the joint vocabulary, which is trained on the split `train`.
+      max_length: training leaves out pairs with a sentence of more tokens than this, including its
+        end token.
+      widths: number of different widths to which training batches are padded, evenly spaced up to
+        `max_length`; 1 pads all batches to `max_length`. The step is compiled once for each width.
     """
 
     vocab_size: int = 8000
@@ -36,7 +38,7 @@ class Options:
 
 
 def element_spec(source: int, target: int) -> dict[str, FieldSpec]:
-    """Returns the fields of a pair, for sentences of so many tokens with their end signs."""
+    """Returns the fields of a pair; `source` and `target` are the widths, with the end tokens."""
     return {
         "source_ids": FieldSpec((source,), _INT32),
         "source_length": FieldSpec((), _INT32),
@@ -46,16 +48,14 @@ def element_spec(source: int, target: int) -> dict[str, FieldSpec]:
 
 
 class PairSource(BaseSource):
-    """Pairs of sentences; in training those within `max_length`, in evaluation all of them.
+    """Pairs of sentences; training leaves out pairs longer than `max_length`, evaluation does not.
 
     Fields of an example: `source_ids` and `target_ids`, padded with 0, and `source_length` and
-    `target_length`. A source ends with [SEP]; a target begins with [CLS] and ends with [SEP], and
-    both count. All sentences of an evaluation are padded to its longest one.
+    `target_length`. A source ends with [SEP]; a target begins with [CLS] and ends with [SEP]; the
+    lengths include these tokens. Evaluation pads all sentences of a language to the longest
+    sentence, rounded up to a multiple of 8.
 
-    Attributes:
-      references: the targets' texts, in order.
-      buckets: int8 (examples,), the number of the width that each example needs, from 0; None for
-        one width.
+    In training, `buckets` has the index of the width that each example needs.
     """
 
     cased = True
@@ -66,14 +66,10 @@ class PairSource(BaseSource):
         tokens: parallel.Tokens,
         chosen: np.ndarray,
         vocabulary: Vocabulary,
-        options: Options,
+        options: PairOptions,
         training: bool,
     ) -> None:
-        """Takes the pairs `chosen`, int (pairs,), of `tokens`.
-
-        Raises:
-          UserError: an option is out of range, or no pair is within `max_length`.
-        """
+        """Selects the pairs `chosen`; raises a UserError if all of them are too long for training."""
         check_options(options)
         self.name, self.vocabulary = name, vocabulary
         self.in_memory = not isinstance(tokens.ids, np.memmap)
@@ -89,10 +85,9 @@ class PairSource(BaseSource):
                     f"{options.max_length} tokens and are left out of training",
                 )
             if not fits.any():
-                raise UserError(
-                    f"config.data.options.max_length is {options.max_length}, and every pair of "
-                    f"{name} is longer"
-                )
+                key = "config.data.options.max_length"
+                problem = f"is less than the length of every pair of {name}"
+                raise UserError(key, options.max_length, problem, "use a larger value")
             chosen, lengths, longest = chosen[fits], lengths[fits], longest[fits]
             widths = np.array([options.max_length] * 2)
         self._tokens, self._chosen, self._lengths = tokens, chosen, lengths
@@ -107,7 +102,6 @@ class PairSource(BaseSource):
         return len(self._chosen)
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """Gathers pairs, see `Source`."""
         del epochs
         batch: Batch = {}
         for side, name in enumerate(("source", "target")):
@@ -115,10 +109,10 @@ class PairSource(BaseSource):
             first = _CUT[field]
             width = self.element_spec[field].shape[0] - first
             lengths = self._lengths[indices, side]
-            places = np.arange(width)
-            within = places < lengths[:, None]
+            columns = np.arange(width)
+            within = columns < lengths[:, None]
             starts = self._starts[indices, side][:, None]
-            ids = np.where(within, self._tokens.ids[np.where(within, starts + places, 0)], 0)
+            ids = np.where(within, self._tokens.ids[np.where(within, starts + columns, 0)], 0)
             ids = ids.astype(np.int32)
             if first:
                 assert self.vocabulary is not None
@@ -129,7 +123,7 @@ class PairSource(BaseSource):
         return batch
 
     def trim(self, batch: Batch, bucket: int) -> Batch:
-        """Cuts a batch whose examples are all in buckets up to this one to its width."""
+        """Trims padding from a batch, to the width of its largest bucket."""
         width = int(_widths(self._options)[bucket])
         return {
             field: values[:, : width + _CUT[field]] if field in _CUT else values
@@ -138,30 +132,29 @@ class PairSource(BaseSource):
 
     @property
     def references(self) -> list[str]:
+        """The texts of the targets, in order."""
         texts = self._tokens.references()
         return [texts[number] for number in self._chosen]
 
     def text(self, ids: np.ndarray) -> str:
-        """Returns the text of a sentence's ids, int (n,), up to its end sign."""
+        """Converts a sentence's ids, int (n,), to text, up to its end token."""
         assert self.vocabulary is not None
         return to_text(ids, self.vocabulary)
 
 
-def _widths(options: Options) -> np.ndarray:
-    """The widths of training batches, ascending; the last one is `max_length`."""
+def _widths(options: PairOptions) -> np.ndarray:
+    """Returns the widths of training batches, ascending; the last one is `max_length`."""
     return -(-np.arange(1, options.widths + 1) * options.max_length // options.widths)
 
 
-def check_options(options: Options) -> None:
+def check_options(options: PairOptions) -> None:
     """Raises UserError if an option is out of range."""
-    for key in ("max_length", "widths"):
-        value = getattr(options, key)
-        if value < 1:
-            raise UserError(f"config.data.options.{key} is {value}; it must be at least 1")
+    checking.check_options(options, max_length=(1, math.inf), widths=(1, math.inf))
     if options.widths > min(options.max_length, 64):
-        raise UserError(
-            f"config.data.options.widths is {options.widths}; it must be at most 64 and at most "
-            f"max_length, which is {options.max_length}"
+        raise out_of_range(
+            "config.data.options.widths",
+            options.widths,
+            f"at most 64 and at most max_length, {options.max_length}",
         )
 
 
@@ -170,49 +163,39 @@ def load_pairs(
     split: str,
     source_dir: str | None,
     data_dir: str | None,
-    options: Options,
+    options: PairOptions,
     training: bool,
 ) -> PairSource:
-    """Loads a split of `multi30k`, `wmt16` or the embedded `grammar_de_en`.
-
-    The first two are prepared first if necessary, below `data_dir`.
-
-    Raises:
-      UserError: files are missing or damaged, or a split or an option is wrong.
-    """
+    """Loads a split, see `registry.load`; prepares a set with files below `data_dir` if necessary."""
     check_options(options)
-    prepared = (
-        _embedded(options.vocab_size)
-        if name == "grammar_de_en"
-        else parallel.prepare(
-            name,
-            Multi30k(source_dir) if name == "multi30k" else Wmt16(data_dir),
-            options.vocab_size,
-            data_dir,
+    if name == "grammar_de_en":
+        prepared = _embedded(options.vocab_size)
+    else:
+        corpus = Multi30k(source_dir) if name == "multi30k" else Wmt16(data_dir)
+        prepared = parallel.prepare(name, corpus, options.vocab_size, data_dir)
+    ranges = slices(name, split, prepared.sizes)
+    if len({each for each, *_ in ranges}) > 1:
+        problem = "joins several splits"
+        raise UserError(
+            f"split {split!r} of data set {name}", ..., problem, "use slices of one split"
         )
-    )
-    parts = slices(name, split, prepared.sizes)
-    if len({part for part, *_ in parts}) > 1:
-        raise UserError(f"data set {name}: split {split!r} is of several; give slices of one")
-    chosen = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
+    chosen = np.concatenate([np.arange(start, stop) for _, start, stop in ranges])
     return PairSource(
-        f"{name}:{split}:{prepared.digest}",
-        prepared.open(parts[0][0]),
-        chosen,
-        prepared.vocabulary,
-        options,
-        training,
+        name=f"{name}:{split}:{prepared.digest}",
+        tokens=prepared.open(ranges[0][0]),
+        chosen=chosen,
+        vocabulary=prepared.vocabulary,
+        options=options,
+        training=training,
     )
 
 
 def _embedded(vocab_size: int) -> parallel.Prepared:
-    """Returns the sentences of the grammar, in memory."""
-    found = {split: list(grammar.read(split)) for split in grammar.SPLITS}
-    vocabulary = parallel.train_vocabulary(lambda: found["train"], vocab_size)
-    digest = parallel.digest(found, vocabulary)
+    pairs_of = {split: list(grammar.read(split)) for split in grammar.SPLITS}
+    vocabulary = parallel.train_vocabulary(lambda: pairs_of["train"], vocab_size)
     return parallel.Prepared(
         vocabulary,
-        digest,
-        {split: len(pairs) for split, pairs in found.items()},
-        lambda split: parallel.tokenize(found[split], vocabulary),
+        parallel.digest(pairs_of, vocabulary),
+        {split: len(pairs) for split, pairs in pairs_of.items()},
+        lambda split: parallel.tokenize(pairs_of[split], vocabulary),
     )

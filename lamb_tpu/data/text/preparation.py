@@ -1,52 +1,46 @@
-"""Preparation of text into shards of token ids, in parallel and resumable after a kill."""
+"""Preparation of text as shards of token ids: in parallel, and resumable if it is killed."""
 
 import concurrent.futures
 import concurrent.futures.process
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
 import pathlib
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import tokenizers
 
+from lamb_tpu import environment
+from lamb_tpu.cluster import children
+from lamb_tpu.data.hashing import sha256
 from lamb_tpu.data.text import saved, shards
 from lamb_tpu.data.text.reader import (
     DOCUMENT_RULES,
     TFDS_PREFIX,
-    Piece,
+    Segment,
     cut_files,
     cut_tfds,
     find_files,
-    read_piece,
+    read_segment,
     read_tfds,
     tfds_builder,
 )
 from lamb_tpu.data.text.sentences import SENTENCE_RULES, sentences
 from lamb_tpu.data.text.vocabulary import Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
-from lamb_tpu.errors import UserError
-from lamb_tpu.files import locks, writing
+from lamb_tpu.errors import UserError, out_of_range, unknown, unreadable
+from lamb_tpu.files import locks, reading, schema, writing
 
 _SETTINGS = "settings.json"  # exists until the manifest is written
 _LOCK = ".preparing"
-_COUNTS = (
-    "documents",
-    "empty_documents",
-    "sentences",
-    "cut_sentences",
-    "tokens",
-    "unknown_tokens",
-    "broken_lines",
-)
-_BATCH = 1000  # number of sentences that are tokenized together
+_AGAIN = "delete the folder, or give another folder"
+_BATCH = 1000  # sentences that are tokenized together
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,12 @@ class Settings:
 
     Attributes:
       vocab: path of a `vocab.txt`; None trains a vocabulary.
-      train_vocab: number of tokens of the vocabulary to train; None reads `vocab`.
-      cased: keep case and accents.
+      train_vocab: size in tokens of the vocabulary to train; None reads `vocab`.
+      cased: whether to keep case and accents.
       documents: rule for documents, one of `reader.DOCUMENT_RULES`.
       sentences: rule for sentences, one of `sentences.SENTENCE_RULES`.
-      shard_bytes: approximate text in a shard, in bytes.
-      data_dir: folder of prepared TFDS sets; None is TFDS's own.
+      shard_bytes: approximate size of a shard's text, in bytes.
+      data_dir: folder of prepared TFDS sets; None for TFDS's default.
     """
 
     vocab: str | None = None
@@ -74,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress in bytes of text; `resumed` bytes were done by an earlier run."""
+    """Progress in bytes of text; an earlier run has done `resumed` of the `done` bytes."""
 
     done: int
     resumed: int
@@ -88,59 +82,55 @@ def prepare_text(
     processes: int | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Prepares text once, or returns the manifest of an output that is complete.
+    """Prepares text and returns the manifest; if the output is complete, only checks the output.
 
-    The output is the same, byte for byte, for every number of processes, and after a killed run is
-    started again. A shard is a function of the inputs and settings; it is written under another
+    The output is the same, byte for byte, for every number of processes, and if a killed run is
+    started again. A shard is a function of the inputs and settings. It is written under a temporary
     name and renamed when it is complete.
 
     Args:
       inputs: patterns of files, or one `tfds:NAME[/CONFIG][:SPLIT]`.
-      output: the folder of shards, vocabulary and manifest.
+      output: the folder for shards, vocabulary and manifest.
       settings: see `Settings`.
-      processes: number of processes; None for the number of cores.
+      processes: number of processes; None for one per CPU core.
       report: called with the progress at the start and after each shard.
 
-    Returns:
-      The manifest: `settings`, `inputs` and `shards` with their sha256, `vocabulary`, `counts`.
-
     Raises:
-      UserError: settings or inputs are wrong, or `output` holds something else or is damaged.
+      UserError: settings or inputs are wrong, or `output` is damaged or holds something else.
     """
     _check(settings, processes)
     if "://" in str(output):
-        raise UserError(f"--output={output} must be a local or mounted folder")
+        problem = "is not on this machine"
+        raise UserError("--output", output, problem, "use a local or mounted folder")
     folder = pathlib.Path(output).expanduser()
     if folder.is_file():
-        raise UserError(f"--output={output} is a file; it must be a folder")
+        raise UserError("--output", output, "is a file", "use a folder")
     with _locked(folder):
-        # A complete output is only checked; an incomplete one goes on if it was begun by this
-        # command.
-        pieces, files = _plan(inputs, settings)
+        # Only checks a complete output; continues an incomplete output of the same command.
+        segments, files = _plan(inputs, settings)
         identity = _identity(files, settings)
         if (folder / shards.MANIFEST).exists():
             manifest = _read_json(folder / shards.MANIFEST)
             _compare(folder, manifest, identity)
+            shards.check_manifest(folder, manifest)
             shards.check_files(folder, manifest)
             return manifest
         if (folder / _SETTINGS).exists():
             _compare(folder, _read_json(folder / _SETTINGS), identity)
-        # Anything but the lock, which this process has just made.
+        # Any file except the lock, which this process has just created, belongs to something else.
         elif [path for path in folder.iterdir() if path.name != _LOCK]:
-            raise UserError(
-                f"--output={output} is not empty and was not begun by this command; give another "
-                "folder"
-            )
+            problem = "is not empty and was not begun by this command"
+            raise UserError("--output", output, problem, "use another folder")
         else:
-            # Written before the first shard, so that a later command can compare.
+            # Written before the first shard, so that a later command can compare its settings.
             _write_json(folder / _SETTINGS, identity)
-        # The work that is left: the vocabulary, then a shard for each group of pieces.
-        groups = _group(pieces, settings.shard_bytes)
+        # The remaining work: the vocabulary, then a shard for each group of segments.
+        groups = _group(segments, settings.shard_bytes)
         vocabulary = _vocabulary(folder, groups, settings)
         names = [f"text-{i:05}-of-{len(groups):05}.array_record" for i in range(len(groups))]
         jobs = {name: (folder / name, group, settings) for name, group in zip(names, groups)}
         _work(jobs, folder, processes, report)
-        # The manifest makes the output complete. Only then are intermediate files removed.
+        # The manifest makes the output complete; then intermediate files are removed.
         manifest = _manifest(folder, names, identity, vocabulary)
         _write_json(folder / shards.MANIFEST, manifest)
         for name in names:
@@ -155,50 +145,49 @@ def _check(settings: Settings, processes: int | None) -> None:
         ("sentences", settings.sentences, SENTENCE_RULES),
     ):
         if value not in known:
-            raise UserError(f"--{flag}={value} is unknown; known are {', '.join(known)}")
+            raise unknown(f"--{flag}", value, known)
     if (settings.vocab is None) == (settings.train_vocab is None):
-        raise UserError("give one of --vocab=FILE and --train-vocab=N")
+        remedy = "give --vocab=FILE or --train-vocab=N"
+        raise UserError("--vocab or --train-vocab", ..., "must be given, not both", remedy)
     for flag, number in (
         ("processes", processes),
         ("shard-bytes", settings.shard_bytes),
         ("train-vocab", settings.train_vocab),
     ):
-        if number is not None and number < 1:
-            raise UserError(f"--{flag}={number} must be at least 1")
-        if number is not None and number >= 2**31:
-            raise UserError(f"--{flag}={number} must be below {2**31}")
+        if number is not None and not 1 <= number < 2**31:
+            raise out_of_range(f"--{flag}", number, f"1 to {2**31 - 1}")
+    # Checked before the settings are stored, so that no settings with a wrong vocabulary are stored.
     if settings.vocab is not None:
-        # Read before the settings are stored, so that a mistake is not stored with the output.
         _given_vocabulary(settings.vocab, settings.cased)
 
 
-def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Piece], dict[str, str]]:
-    """Returns the pieces of all inputs, and their files: name in the manifest -> path."""
+def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Segment], dict[str, str]]:
+    """Returns the segments of all inputs, and their files: name in the manifest -> path."""
     sets = [item for item in inputs if item.startswith(TFDS_PREFIX)]
     if sets and len(inputs) > 1:
-        raise UserError(f"--input={sets[0]} must be the only input")
+        raise UserError("--input", sets[0], "is not the only input", "give a TFDS set alone")
     if sets:
         builder, split = tfds_builder(sets[0], settings.data_dir)
         paths = [str(path) for path in builder.info.splits[split].filepaths]
-        pieces = cut_tfds(sets[0], settings.data_dir, settings.shard_bytes)
+        segments = cut_tfds(sets[0], settings.data_dir, settings.shard_bytes)
     else:
         paths = find_files(inputs)
-        pieces = cut_files(paths, settings.documents, settings.shard_bytes)
-    # Without the common parent folders, so that a manifest is the same on every machine.
+        segments = cut_files(paths, settings.documents, settings.shard_bytes)
+    # Names are relative to the common folder, so that a manifest is the same on every machine.
     root = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath(paths)
-    return pieces, {os.path.relpath(path, root): path for path in paths}
+    return segments, {os.path.relpath(path, root): path for path in paths}
 
 
 def _identity(files: dict[str, str], settings: Settings) -> dict[str, Any]:
-    # Threads suffice, because hashing runs without Python's global lock.
+    # Threads suffice, because hashing releases Python's global lock.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         sums = pool.map(_sha256, files.values())
-    # Paths may differ between machines; the content decides.
+    # Paths may differ between machines, so the files' contents are compared.
     described = asdict(settings)
     del described["data_dir"]
     described["vocab"] = settings.vocab and _sha256(settings.vocab)
     return {
-        # Versions of the tokenizer may split a text differently.
+        # Other versions of the tokenizer may split the text differently.
         "settings": {"format": shards.FORMAT, **described, "tokenizers": tokenizers.__version__},
         "inputs": [
             {"name": name, "bytes": os.path.getsize(path), "sha256": digest}
@@ -207,36 +196,36 @@ def _identity(files: dict[str, str], settings: Settings) -> dict[str, Any]:
     }
 
 
-def _compare(folder: pathlib.Path, found: dict[str, Any], identity: dict[str, Any]) -> None:
-    found_settings, settings = found.get("settings") or {}, identity["settings"]
+def _compare(folder: pathlib.Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:
+    stored_settings, settings = stored.get("settings"), identity["settings"]
+    if not isinstance(stored_settings, dict):
+        raise UserError("--output", folder, "has lost its settings", _AGAIN)
     for key, value in settings.items():
-        if found_settings.get(key) != value:
-            what = f"{key} = {found_settings.get(key)!r}, this command has {value!r}"
-            if key == "vocab":  # its sha256 would not help a reader
-                what = "another vocabulary"
-            raise UserError(
-                f"--output={folder} was begun with {what}; delete the folder or give another"
-            )
-    if found.get("inputs") != identity["inputs"]:
-        raise UserError(
-            f"--output={folder} was begun from other input files, or they have changed; delete "
-            "the folder or give another"
-        )
+        if stored_settings.get(key) != value:
+            difference = f"{key}={stored_settings.get(key)!r}, not {value!r}"
+            if key == "vocab":  # its sha256 would not help the user
+                difference = "another vocabulary"
+            raise UserError("--output", folder, f"was begun with {difference}", _AGAIN)
+    if stored.get("inputs") != identity["inputs"]:
+        problem = "was begun from other input files, or they have changed"
+        raise UserError("--output", folder, problem, _AGAIN)
 
 
-def _group(pieces: Iterable[Piece], shard_bytes: int) -> list[list[Piece]]:
-    groups: list[list[Piece]] = [[]]
+def _group(segments: Iterable[Segment], shard_bytes: int) -> list[list[Segment]]:
+    groups: list[list[Segment]] = [[]]
     size = 0
-    for piece in pieces:
-        if groups[-1] and size + piece.num_bytes > shard_bytes:
+    for segment in segments:
+        if groups[-1] and size + segment.num_bytes > shard_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(piece)
-        size += piece.num_bytes
+        groups[-1].append(segment)
+        size += segment.num_bytes
     return groups
 
 
-def _vocabulary(folder: pathlib.Path, groups: list[list[Piece]], settings: Settings) -> Vocabulary:
+def _vocabulary(
+    folder: pathlib.Path, groups: list[list[Segment]], settings: Settings
+) -> Vocabulary:
     path = folder / shards.VOCABULARY
     if path.exists():
         return Vocabulary.read(path)
@@ -246,30 +235,26 @@ def _vocabulary(folder: pathlib.Path, groups: list[list[Piece]], settings: Setti
 
         def read() -> Iterator[str]:
             for group in groups:
-                # Counted when the shards are made, not here.
+                # The counts are taken later, when the shards are made.
                 for lines in _documents(group, settings, Counter()):
                     yield from sentences(lines, settings.sentences, Counter())
 
-        assert settings.train_vocab is not None  # one of the two is given
+        assert settings.train_vocab is not None  # `_check` requires one of the two
         try:
             vocabulary = train_vocabulary(read, settings.train_vocab, settings.cased)
-        except UserError:  # nothing is prepared yet, so this mistake must not stay in the output
+        except UserError:  # nothing is prepared, so the wrong settings must not stay
             (folder / _SETTINGS).unlink()
             raise
-    # Renamed when it is whole: a restart takes a vocabulary that exists.
-    part = folder / f".{shards.VOCABULARY}.part"
-    vocabulary.write(part)
-    part.rename(path)
+    vocabulary.write(path)  # by rename, because a restart uses the file if it exists
     return vocabulary
 
 
 def _given_vocabulary(path: str, wanted: bool) -> Vocabulary:
     vocabulary, cased = saved.read(path)
     if cased not in (None, wanted):
-        raise UserError(
-            f"--vocab={path} is of text with cased = {cased}, as the file beside it "
-            f"says; {'give' if cased else 'leave out'} --cased, or give another vocabulary"
-        )
+        problem = f"is a vocabulary with cased={cased}, as the file beside it says"
+        remedy = f"{'give' if cased else 'leave out'} --cased, or give another vocabulary"
+        raise UserError("--vocab", path, problem, remedy)
     return vocabulary
 
 
@@ -279,18 +264,18 @@ def _work(
     processes: int | None,
     report: Callable[[Progress], None],
 ) -> None:
-    sizes = {name: sum(piece.num_bytes for piece in job[1]) for name, job in jobs.items()}
-    # What an earlier run finished is not done again.
-    todo = [name for name in jobs if not _is_whole(folder / name)]
-    resumed = sum(sizes.values()) - sum(sizes[name] for name in todo)
-    done = resumed
-    report(Progress(done, resumed, sum(sizes.values())))
+    sizes = {name: sum(segment.num_bytes for segment in job[1]) for name, job in jobs.items()}
+    # Skips shards that an earlier run has completed.
+    todo = [name for name in jobs if not _is_complete(folder / name)]
+    total = sum(sizes.values())
+    done = resumed = total - sum(sizes[name] for name in todo)
+    report(Progress(done, resumed, total))
     count = min(processes or os.cpu_count() or 1, len(todo))
-    names: Iterator[str]
     with contextlib.ExitStack() as stack:
         if count > 1:
-            # A process a core, each with one thread; spawned, because ArrayRecord has threads.
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            # One single-threaded process per CPU core; spawned, not forked, because ArrayRecord has
+            # threads.
+            stack.enter_context(environment.variables(TOKENIZERS_PARALLELISM="false"))
             pool = stack.enter_context(
                 concurrent.futures.ProcessPoolExecutor(
                     count, multiprocessing.get_context("spawn"), _start_worker
@@ -299,71 +284,59 @@ def _work(
             # Called before the pool's own exit, which would finish all shards after an error or
             # Ctrl-C.
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            futures = {pool.submit(_prepare_shard, *jobs[name]): name for name in todo}
-            finished = concurrent.futures.as_completed(futures)
-            # `result()` raises what the worker raised, and is None otherwise.
-            names = (futures[future] for future in finished if future.result() is None)
+            futures = [pool.submit(_prepare_shard, *jobs[name]) for name in todo]
+            # `result` raises the worker's exception.
+            names = (future.result() for future in concurrent.futures.as_completed(futures))
         else:
-
-            def prepared() -> Iterator[str]:
-                for name in todo:
-                    _prepare_shard(*jobs[name])
-                    yield name
-
-            names = prepared()
+            names = (_prepare_shard(*jobs[name]) for name in todo)
         try:
             for name in names:
                 done += sizes[name]
-                report(Progress(done, resumed, sum(sizes.values())))
+                report(Progress(done, resumed, total))
         except concurrent.futures.process.BrokenProcessPool as error:
-            raise UserError(
-                "a process was killed, perhaps for want of memory; start the same command again, "
-                f"with fewer than --processes={count} or smaller --shard-bytes"
-            ) from error
+            problem = "was killed, perhaps because memory ran out"
+            remedy = f"start again with fewer than {count} processes, or a smaller --shard-bytes"
+            raise UserError("a process", ..., problem, remedy) from error
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     parent = multiprocessing.parent_process()
-    assert parent is not None  # this is a worker
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)  # the first process was killed, so nobody waits for this one
-
-    threading.Thread(target=follow, daemon=True).start()
+    assert parent is not None and parent.pid is not None  # this is a worker
+    children.follow_parent(parent.pid)
 
 
-def _prepare_shard(path: pathlib.Path, pieces: list[Piece], settings: Settings) -> None:
-    """Writes one shard and then a file with its counts, which shows that the shard is complete."""
+def _prepare_shard(path: pathlib.Path, segments: list[Segment], settings: Settings) -> str:
+    """Writes a shard, then the file that marks the shard as complete; returns the shard's name."""
     vocabulary = Vocabulary.read(path.parent / shards.VOCABULARY)
     counts = Counter[str]()
-    part = path.with_name(f".{path.name}.part")
-    documents = _tokenize(pieces, settings, vocabulary, counts)
-    shards.write_shard(part, documents, shards.id_dtype(len(vocabulary)))
-    part.rename(path)
+    scratch = path.with_name(f".{path.name}.part")
+    documents = _tokenize(segments, settings, vocabulary, counts)
+    shards.write_shard(scratch, documents, shards.id_dtype(len(vocabulary)))
+    scratch.rename(path)
     described = {
         "name": path.name,
         "bytes": path.stat().st_size,
         "sha256": _sha256(path),
-        "counts": {key: counts[key] for key in _COUNTS},
+        "counts": {key: counts[key] for key in shards.COUNTS},
     }
     _write_json(_done(path), described)
+    return path.name
 
 
 def _tokenize(
-    pieces: list[Piece], settings: Settings, vocabulary: Vocabulary, counts: Counter[str]
+    segments: list[Segment], settings: Settings, vocabulary: Vocabulary, counts: Counter[str]
 ) -> Iterator[list[list[int]]]:
     tokenizer = make_tokenizer(vocabulary, settings.cased)
-    for lines in _documents(pieces, settings, counts):
+    for lines in _documents(segments, settings, counts):
         texts = list(sentences(lines, settings.sentences, counts))
         document = []
         for start in range(0, len(texts), _BATCH):
             batch = texts[start : start + _BATCH]
-            # The fast variant leaves out the offsets, which only questions need.
+            # The fast variant omits the offsets, which only questions need.
             for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 ids = encoded.ids
-                if ids:  # a sentence of control characters only, for example, has no ids
+                if ids:  # none for a sentence of control characters
                     document.append(ids)
                     counts["tokens"] += len(ids)
                     counts["unknown_tokens"] += ids.count(vocabulary.unknown_id)
@@ -371,28 +344,34 @@ def _tokenize(
         if document:
             yield document
         else:
-            # The reader has counted it as a document with text.
+            # The reader has counted this document as one with text.
             counts["documents"] -= 1
             counts["empty_documents"] += 1
 
 
 def _documents(
-    pieces: list[Piece], settings: Settings, counts: Counter[str]
+    segments: list[Segment], settings: Settings, counts: Counter[str]
 ) -> Iterator[list[str]]:
-    for piece in pieces:
-        if piece.path.startswith(TFDS_PREFIX):
-            yield from read_tfds(piece, settings.data_dir, counts)
-        else:
-            yield from read_piece(piece, settings.documents, counts)
+    for segment in segments:
+        yield from (
+            read_tfds(segment, settings.data_dir, counts)
+            if segment.path.startswith(TFDS_PREFIX)
+            else read_segment(segment, settings.documents, counts)
+        )
 
 
 def _manifest(
     folder: pathlib.Path, names: list[str], identity: dict[str, Any], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-    described = [json.loads(_done(folder / name).read_text()) for name in names]
-    counts = {key: sum(item["counts"][key] for item in described) for key in _COUNTS}
+    described = [msgspec.to_builtins(_read_done(folder / name)) for name in names]
+    counts = {key: sum(item["counts"][key] for item in described) for key in shards.COUNTS}
     if not counts["tokens"]:
-        raise UserError(f"the inputs of --output={folder} hold no text")
+        raise UserError(
+            "--output",
+            folder,
+            "would have no text, because the inputs have none",
+            "give other inputs",
+        )
     return {
         **identity,
         "vocabulary": {
@@ -407,11 +386,12 @@ def _manifest(
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds a lock in the folder; the system frees it even if the process is killed."""
     with writing.checked(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _LOCK).touch()
-    with locks.hold(folder / _LOCK, f"--output={folder} is being prepared by another process"):
+    problem = "is being prepared by another process"
+    busy = UserError("--output", folder, problem, "wait until it ends, or give another folder")
+    with locks.hold(folder / _LOCK, busy):
         yield
 
 
@@ -419,31 +399,31 @@ def _done(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix(".done.json")
 
 
-def _is_whole(path: pathlib.Path) -> bool:
-    """Returns whether a shard is complete; after a power failure files may be empty."""
+def _is_complete(path: pathlib.Path) -> bool:
+    """Returns whether a shard is complete; a power failure may leave empty files."""
     try:
-        return json.loads(_done(path).read_text())["bytes"] == path.stat().st_size
-    except (OSError, ValueError):
+        return _read_done(path).bytes == path.stat().st_size
+    except (OSError, ValueError, UserError):
         return False
+
+
+def _read_done(path: pathlib.Path) -> shards.Shard:
+    return schema.convert(reading.read_json(_done(path)), shards.Shard, _done(path))
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); delete the folder") from error
+        return msgspec.convert(reading.read_json(path), dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error, "delete the folder", "is damaged") from error
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
-    # A rename within a folder is atomic, so a kill leaves no half-written file of the final name.
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.rename(path)
+    writing.replace(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", "--output")
 
 
-def _sha256(path: str | os.PathLike) -> str:
+def _sha256(path: str | os.PathLike[str]) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        return sha256(path)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error, "make it readable, or leave it out") from error

@@ -6,38 +6,29 @@ import pathlib
 from lamb_tpu.data.source import Source
 from lamb_tpu.data.text import streams
 from lamb_tpu.data.text.words import encode, make_vocabulary, split_words
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, unknown, unreadable
 from lamb_tpu.files import reading
 
 SPLITS = ("train", "valid", "test")
-# Words of Mikolov's three files, with one for each end of a line, and distinct words of the first.
+# Number of words in each of Mikolov's three files, where each end of a line counts as a word; then
+# the number of distinct words in train.
 NUM_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}
 VOCABULARY = 10_000
+_FILES = "ptb.train.txt, ptb.valid.txt and ptb.test.txt"
 
 
 def load_ptb(
-    split: str, folder: str | None, options: streams.Options, batch_size: int, training: bool
+    split: str,
+    source_dir: str | None,
+    options: streams.StreamOptions,
+    batch_size: int,
+    training: bool,
 ) -> Source:
-    """Loads `ptb.SPLIT.txt`, or that file packed as `.xz`; the vocabulary is of `ptb.train.txt`.
-
-    Args:
-      split: train, valid or test.
-      folder: folder of the files.
-      options: options of the streams.
-      batch_size: number of streams in training.
-      training: whether the split is for training or for evaluation.
-
-    Raises:
-      UserError: a file is missing or cannot be read, an option is out of range, or the text is too
-        short for the batch.
-    """
-    if folder is None:
-        raise UserError(
-            "config.data.dir is missing; for ptb it is the folder of ptb.train.txt, ptb.valid.txt "
-            "and ptb.test.txt"
-        )
+    """Loads `ptb.SPLIT.txt`, or `ptb.SPLIT.txt.xz`, with the vocabulary of `ptb.train.txt`."""
+    if source_dir is None:
+        raise UserError("config.data.dir", ..., "is missing", f"give the folder of {_FILES}")
     check_split(split)
-    texts = {name: _read(pathlib.Path(folder), name) for name in {SPLITS[0], split}}
+    texts = {name: _read(pathlib.Path(source_dir), name) for name in {SPLITS[0], split}}
     vocabulary = make_vocabulary(split_words(texts[SPLITS[0]]))
     tokens = encode(split_words(texts[split]), vocabulary, f"ptb:{split}")
     return streams.make(f"ptb:{split}", tokens, vocabulary, options, batch_size, training)
@@ -46,21 +37,25 @@ def load_ptb(
 def check_split(split: str) -> None:
     """Raises a UserError if the Penn Treebank has no such split."""
     if split not in SPLITS:
-        raise UserError(f"config.data: ptb has no split {split!r}; it has {', '.join(SPLITS)}")
+        raise unknown("split of config.data.name='ptb'", split, SPLITS)
 
 
 def _read(folder: pathlib.Path, split: str) -> str:
     path = folder / f"ptb.{split}.txt"
     packed = path.with_name(f"{path.name}.xz")
     try:
-        if packed.is_file() and not path.exists():
-            return lzma.decompress(packed.read_bytes()).decode()
+        if packed.exists() and not path.exists():
+            with reading.open_file(packed) as file, lzma.open(file) as unpacked:
+                # A limit, because a few kilobytes can unpack to gigabytes.
+                content = unpacked.read(reading.MAX_TEXT_BYTES + 1)
+            if len(content) > reading.MAX_TEXT_BYTES:
+                raise ValueError(f"unpacked, it has more than {reading.MAX_TEXT_BYTES:,} bytes")
+            return reading.decode(content)
         return reading.read_text(path)
     except FileNotFoundError:
-        there = ", ".join(sorted(found.name for found in folder.glob("ptb.*"))) or "none of them"
-        raise UserError(
-            f"{path} is missing; config.data.dir must be the folder of ptb.train.txt, "
-            f"ptb.valid.txt and ptb.test.txt, and {folder} has {there}"
-        ) from None
-    except (OSError, ValueError, lzma.LZMAError) as error:
-        raise UserError(f"{path} cannot be read ({error})") from error
+        present = ", ".join(sorted(file.name for file in folder.glob("ptb.*"))) or "no such file"
+        problem = f"is missing in {folder}, which has {present}"
+        remedy = f"give as config.data.dir the folder of {_FILES}"
+        raise UserError(path, ..., problem, remedy) from None
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise unreadable(path, error, "replace it with the original file") from error

@@ -1,8 +1,7 @@
-"""Text from Python's own help topics, for tests and smoke runs.
+"""Text from Python's help topics, for tests and smoke runs.
 
-It serves masked language modelling, with a document for each topic, and question answering, with
-questions made from the topics in SQuAD's form. The topics differ slightly between versions of
-Python.
+For masked language modelling each topic is a document. For question answering, questions in SQuAD's
+form are made from the topics. The topics differ slightly between versions of Python.
 """
 
 import functools
@@ -23,17 +22,17 @@ from lamb_tpu.data.text.sentences import sentences
 from lamb_tpu.data.text.shards import VOCABULARY, TokenShards
 from lamb_tpu.data.text.squad import Question
 from lamb_tpu.data.text.squad_source import SquadSource, Windows
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import out_of_range, unknown
 
 SPLITS = ("train", "test")
-_TEST_EVERY = 5  # one of this many topics, in their order, goes to the test split
-_LEAST_VOCABULARY = 512  # the characters of the text need about 200
+_TEST_EVERY = 5  # every fifth topic is in the test split
+_LEAST_VOCABULARY = 512  # the characters of the text need about 200 tokens
 _LEAST_WORDS = 8  # in a paragraph, and in a sentence that becomes a question
-_GAP = "_"  # replaces the words of the answer in a question
+_GAP = "_"  # replaces the answer's words in a question
 
 
 @dataclass(frozen=True)
-class Options(masked_lm.Options):
+class PythonDocsOptions(masked_lm.MaskedLmOptions):
     """Options of masked language modelling, and the size of the vocabulary."""
 
     vocab_size: int = 2048
@@ -46,68 +45,66 @@ class ClozeOptions(Windows):
     vocab_size: int = 2048
 
 
-def load_python_docs(split: str, options: Options) -> MaskedLmSource:
-    """Loads a split for masked language modelling.
-
-    Raises:
-      UserError: the split or an option is wrong.
-    """
+def load_python_docs(split: str, options: PythonDocsOptions) -> MaskedLmSource:
+    """Loads a split for masked language modelling."""
     return MaskedLmSource(_shards(options.vocab_size)[check_split(split)], options)
 
 
 def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) -> SquadSource:
-    """Loads a split as questions.
-
-    Raises:
-      UserError: the split or an option is wrong.
-    """
-    vocabulary = _shards(options.vocab_size)[check_split(split)].vocabulary
-    name = f"python_docs_cloze:{split}"
-    return SquadSource(name, cloze_questions(split), vocabulary, False, options, training)
+    """Loads a split as questions."""
+    shards = _shards(options.vocab_size)[check_split(split)]
+    return SquadSource(
+        name=f"python_docs_cloze:{split}",
+        questions=cloze_questions(split),
+        vocabulary=shards.vocabulary,
+        cased=False,
+        windows=options,
+        training=training,
+    )
 
 
 def documents(split: str) -> dict[str, list[str]]:
-    """Returns topic -> paragraphs of prose, each in one line and in one topic only."""
-    found: dict[str, list[str]] = {}
-    # Some topics repeat paragraphs of others; each stays in the first, so that the splits share
-    # none.
+    """Returns topic -> paragraphs of prose, each as one line and only in one topic."""
+    prose: dict[str, list[str]] = {}
+    # Some topics repeat paragraphs of other topics. A paragraph stays only in its first topic, so
+    # that the splits have no paragraph in common.
     seen = set[str]()
     for topic, text in sorted(topics.topics.items()):
         blocks = (_prose(block) for block in re.split(r"\n\s*\n", text))
-        found[topic] = [block for block in dict.fromkeys(blocks) if block and block not in seen]
-        seen.update(found[topic])
-    kept = [topic for topic in found if found[topic]]
+        prose[topic] = [block for block in dict.fromkeys(blocks) if block and block not in seen]
+        seen.update(prose[topic])
+    prose_topics = [topic for topic in prose if prose[topic]]
     return {
-        topic: found[topic]
-        for number, topic in enumerate(kept)
+        topic: prose[topic]
+        for number, topic in enumerate(prose_topics)
         if (number % _TEST_EVERY == _TEST_EVERY - 1) == (split == "test")
     }
 
 
 def cloze_questions(split: str) -> list[Question]:
-    """Makes questions: one to three words of a sentence are the answer, the rest is the question.
+    """Makes questions by removing one to three words, the answer, from a sentence.
 
-    The context is the paragraph, which has at least two sentences.
+    The context is the sentence's paragraph, which has at least two sentences.
     """
     questions: list[Question] = []
-    for topic, paragraphs in documents(split).items():
-        for context in paragraphs:
-            parts = list(sentences([context], "split", Counter()))
-            place = 0
-            for part in parts:
-                # Searched from the last sentence's end on, because a sentence may occur twice.
-                first = context.index(part, place)
-                place = first + len(part)
-                found = list(re.finditer(r"\w+", part))
-                if len(parts) < 2 or len(found) < _LEAST_WORDS:
+    for topic, prose in documents(split).items():
+        for context in prose:
+            context_sentences = list(sentences([context], "split", Counter()))
+            searched = 0
+            for sentence in context_sentences:
+                # The search starts after the previous sentence, because a sentence may occur twice.
+                first = context.index(sentence, searched)
+                searched = first + len(sentence)
+                word_matches = list(re.finditer(r"\w+", sentence))
+                if len(context_sentences) < 2 or len(word_matches) < _LEAST_WORDS:
                     continue
-                # A fixed seed: the questions are a data set, and the same in every run.
+                # A fixed seed: the questions are a data set, the same in every run.
                 draws = words(0, len(questions), np.arange(2))
                 size = 1 + int(below(draws[0], 3))
-                start = int(below(draws[1], len(found) - size + 1))
-                begin, end = found[start].start(), found[start + size - 1].end()
-                text = f"{part[:begin]}{_GAP}{part[end:]}"
-                answer = (part[begin:end], first + begin)
+                start = int(below(draws[1], len(word_matches) - size + 1))
+                begin, end = word_matches[start].start(), word_matches[start + size - 1].end()
+                text = f"{sentence[:begin]}{_GAP}{sentence[end:]}"
+                answer = (sentence[begin:end], first + begin)
                 name = f"{topic}/{len(questions)}"
                 questions.append(Question(name, text, context, (answer,)))
     return questions
@@ -115,42 +112,35 @@ def cloze_questions(split: str) -> list[Question]:
 
 @functools.cache
 def _shards(vocab_size: int) -> dict[str, TokenShards]:
-    """Returns both splits in memory; the vocabulary is trained on the first."""
+    """Returns both splits in memory; the vocabulary is trained on the training split."""
     if vocab_size < _LEAST_VOCABULARY:
-        raise UserError(
-            f"config.data.options.vocab_size is {vocab_size}; it must be at least "
-            f"{_LEAST_VOCABULARY}"
-        )
-    prepared = {}
+        valid = f"at least {_LEAST_VOCABULARY}"
+        raise out_of_range("config.data.options.vocab_size", vocab_size, valid)
+    prepared: dict[str, TokenShards] = {}
     with tempfile.TemporaryDirectory() as root:
         for split in SPLITS:
             folder, output = pathlib.Path(root, "text", split), pathlib.Path(root, split)
             folder.mkdir(parents=True)
-            for topic, paragraphs in documents(split).items():
-                (folder / f"{topic}.txt").write_text("\n".join(paragraphs), encoding="utf-8")
-            if split == SPLITS[0]:
-                settings = Settings(train_vocab=vocab_size)
-                vocabulary = output / VOCABULARY
-            else:
-                settings = Settings(vocab=str(vocabulary))
+            for topic, prose in documents(split).items():
+                (folder / f"{topic}.txt").write_text("\n".join(prose), encoding="utf-8")
+            settings = Settings(train_vocab=vocab_size)
+            if prepared:
+                settings = Settings(vocab=str(pathlib.Path(root, SPLITS[0], VOCABULARY)))
             prepare_text([f"{folder}/*.txt"], output, settings, processes=1)
-            # In memory, because the folder is deleted at the end.
+            # In memory, because the folder is temporary.
             prepared[split] = TokenShards(output, in_memory=True)
     return prepared
 
 
 def check_split(split: str) -> str:
-    """Returns a split that the topics have; raises a UserError for others."""
+    """Returns the split if the topics have it, otherwise raises a UserError."""
     if split not in SPLITS:
-        raise UserError(
-            f"config.data: the topics of Python's help have no split {split!r}; they have "
-            f"{' and '.join(SPLITS)}"
-        )
+        raise unknown("split of Python's help topics", split, SPLITS)
     return split
 
 
 def _prose(block: str) -> str:
-    """Returns a block of lines as one line without markup; '' for code, a table or a title."""
+    """Joins a block of lines without its markup; returns '' for code, a table or a title."""
     text = " ".join(block.split())
     text = re.sub(r"^(?:\* |[0-9]+\. )", "", text)
     text = re.sub(r"\*+(\w[^*]*)\*+", r"\1", text)  # emphasis

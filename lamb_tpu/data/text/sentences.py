@@ -1,15 +1,16 @@
-"""Splitting of lines of text into sentences, by rules."""
+"""Splitting of lines of text into sentences by rules."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 SENTENCE_RULES = ("split", "lines")
-MAX_CHARACTERS = 2000  # length of a sentence; longer ones cost the tokenizer much memory
+MAX_CHARACTERS = 2000  # of a sentence; tokenizing longer sentences needs much memory
 
 _CLOSING = "\"'”’»)\\]"
 _OPENING = "\"'“‘«([_*"
-# Possessive, and from the first mark of a run only: a million dots in a row would take hours else.
+# The quantifiers are possessive, and a match begins only at the first mark of a run: otherwise a
+# million dots would take hours.
 _END = re.compile(rf"(?<![.!?…])[.!?…]++[{_CLOSING}_*]*+\s++|[。！？]++[{_CLOSING}」』]*+\s*+")
 _ABBREVIATIONS = frozenset(
     "mr mrs ms messrs mme mlle dr prof rev hon st sr jr gen col capt lieut lt sgt maj gov sen rep "
@@ -21,17 +22,14 @@ _ABBREVIATIONS = frozenset(
 def sentences(lines: Iterable[str], rule: str, counts: Counter[str]) -> Iterator[str]:
     """Yields the sentences of a document, none of them empty.
 
-    A sentence never crosses lines. Under the rule `split` a line is cut after `.`, `!`, `?` or an
-    ellipsis, and the quotes and brackets that close after it, if white space and a capital letter
-    or a digit follow; but not after initials and common English abbreviations. It is also cut after
-    the full stops of Chinese and Japanese. Under `lines` a line is a sentence, as in the original
-    BERT code.
+    A sentence never crosses lines. The rule `split` cuts a line after `.`, `!`, `?` or an ellipsis,
+    with any closing quotes and brackets, if white space and a capital letter or a digit follow; but
+    not after initials and common English abbreviations. It also cuts after the full stops of
+    Chinese and Japanese. With the rule `lines` each line is a sentence, as in the original BERT
+    code.
 
-    Args:
-      lines: lines of a document.
-      rule: one of `SENTENCE_RULES`.
-      counts: `cut_sentences` is increased for each sentence of more than `MAX_CHARACTERS`. Such a
-        sentence is cut at white space, or at that length if it has none.
+    A sentence of more than `MAX_CHARACTERS` is cut at white space, or at that length if it has no
+    white space. `counts["cut_sentences"]` counts such sentences.
     """
     for line in lines:
         for sentence in _split(line) if rule == "split" else [line.strip()]:
@@ -60,11 +58,11 @@ def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
         return following[0].isalpha() and not following[0].islower()  # letters without case
     if match[0].strip() != ".":
         return True
-    # A full stop may belong to an abbreviation or an initial. The word before it is within 20
-    # characters, or it is none of these.
+    # A full stop may belong to an abbreviation or an initial. These have at most 20 characters, so
+    # the word is searched only in the 20 characters before the full stop.
     before = line[max(start, match.start() - 20) : match.start()].split()
     word = before[-1].lstrip(_OPENING) if before else ""
-    # "I." ends a sentence about as often as not; other single capitals are initials.
+    # "I." ends a sentence about half of the time; other single capitals are initials.
     initial = len(word) == 1 and word.isupper() and word != "I"
     return not initial and word.lower() not in _ABBREVIATIONS
 
@@ -75,7 +73,7 @@ def _cut(sentence: str) -> Iterator[str]:
         space = sentence.rfind(" ", start, start + MAX_CHARACTERS + 1)
         stop = space if space > start else start + MAX_CHARACTERS
         yield sentence[start:stop]
-        # The space at the cut belongs to neither part.
+        # The space at the cut belongs to neither sentence.
         start = stop + (stop == space)
     if start < len(sentence):
         yield sentence[start:]

@@ -22,11 +22,11 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Options(Windows):
+class SquadOptions(Windows):
     """Options of the windows and of the tokenizer.
 
     Attributes:
-      vocab: path of a `vocab.txt`, or of a folder with one.
+      vocab: path of a `vocab.txt`, or of the folder that contains it.
       cased: whether the vocabulary keeps case and accents.
     """
 
@@ -35,15 +35,14 @@ class Options(Windows):
 
 
 class SquadSource(ArraySource):
-    """The windows over questions and their contexts, in the order of the questions.
+    """Windows over questions and their contexts, in the order of the questions.
 
     Fields of an example, with length L: `input_ids` and `token_type_ids` int32 (L,),
     `attention_mask` bool (L,); in training `start_position` and `end_position` int32 (), the first
-    and last token of the answer, both 0 if the window does not have it.
+    and last token of the answer, both 0 if it is not in the window.
 
-    Attributes:
-      questions: all questions, including those that are left out of training.
-      features: the windows of the questions, with the way from tokens back to text.
+    `questions` includes the questions that are left out of training. `features` has the windows,
+    with the mapping from tokens back to text.
     """
 
     def __init__(
@@ -55,11 +54,7 @@ class SquadSource(ArraySource):
         windows: Windows,
         training: bool,
     ) -> None:
-        """Makes the windows, and notes about questions that cannot be trained on or scored.
-
-        Raises:
-          UserError: see `squad.make_features`.
-        """
+        """Makes the windows, and notes on questions that cannot be trained on or scored."""
         features = make_features(
             questions,
             vocabulary,
@@ -69,7 +64,8 @@ class SquadSource(ArraySource):
             document_stride=windows.document_stride,
             max_query=windows.max_query,
         )
-        # The name has a hash of the content, because the vocabulary may move before a resume.
+        # Identified by a hash of the content, because the vocabulary's file may be moved before the
+        # run is resumed.
         digest = hashlib.sha256()
         for array in features.arrays.values():
             digest.update(array.tobytes())
@@ -79,54 +75,53 @@ class SquadSource(ArraySource):
         impossible = [q.id for q in questions if q.impossible and not training]
         bare = [q.id for q in questions if not (q.answers or q.impossible or training)]
         self.notes = tuple(
-            f"{name}: {len(found):,} of {len(questions):,} questions {text}; the first is "
-            f"{found[0]}"
-            for found, text in (
+            f"{name}: {len(ids):,} of {len(questions):,} questions {text}; the first is {ids[0]}"
+            for ids, text in (
                 (
                     features.unmappable,
-                    "are left out of training, for their answer does not stand "
-                    "in the context where the file says",
+                    "are left out of training, because their answer is not in the context at the "
+                    "position that the file gives",
                 ),
                 (
                     impossible,
-                    "have no answer in their context, as SQuAD v2, and count as wrong "
-                    "unless config.task.version2=True lets them be answered so",
+                    "have no answer in their context, as in SQuAD v2, and count as wrong "
+                    "unless config.task.version2=True allows the answer to be empty",
                 ),
-                (bare, "have no answer in the file to be scored by, and count as wrong"),
+                (bare, "have no answer in the file, and count as wrong"),
             )
-            if found
+            if ids
         )
 
 
-def load_squad(split: str, folder: str | None, options: Options, training: bool) -> SquadSource:
-    """Loads the questions of the file `split` in `folder`.
-
-    Raises:
-      UserError: a file is missing or is not of SQuAD, the vocabulary's case differs from the
-        options, or `SquadSource` raises.
-    """
-    if folder is None:
-        raise UserError(
-            "config.data.dir is missing; for squad it is the folder of the JSON files, such as "
-            "train-v1.1.json"
-        )
+def load_squad(
+    split: str, source_dir: str | None, options: SquadOptions, training: bool
+) -> SquadSource:
+    """Loads the questions of the file `split` in `source_dir`."""
+    if source_dir is None:
+        remedy = "give the folder of the JSON files, such as train-v1.1.json"
+        raise UserError("config.data.dir", ..., "is missing", remedy)
     if not options.vocab:
-        raise UserError(
-            "config.data.options.vocab is missing; give the path of a vocab.txt, or of the folder "
-            "that has one, such as the workdir whose weights the run starts from"
+        remedy = (
+            "give a vocab.txt, or a folder with one, such as the workdir of the initial weights"
         )
-    path = pathlib.Path(folder, split)
+        raise UserError("config.data.options.vocab", ..., "is missing", remedy)
+    path = pathlib.Path(source_dir, split)
     if not path.is_file():
-        there = ", ".join(sorted(found.name for found in path.parent.glob("*.json")))
-        raise UserError(
-            f"{path} is no file; a split of squad is the name of one in config.data.dir, which has "
-            f"{there or 'no JSON file'}"
+        present = ", ".join(sorted(file.name for file in path.parent.glob("*.json")))
+        remedy = (
+            f"use a file of config.data.dir as split; the folder has {present or 'no JSON file'}"
         )
+        raise UserError(path, ..., "is not a file", remedy)
     vocabulary, cased = saved.read(options.vocab)
     if cased is not None and cased != options.cased:
-        raise UserError(
-            f"config.data.options.cased is {options.cased}, but the vocabulary "
-            f"{options.vocab} is of text with cased = {cased}, as the file beside it says"
-        )
-    questions = read_questions(path)
-    return SquadSource(f"squad:{split}", questions, vocabulary, options.cased, options, training)
+        problem = f"differs from the vocabulary {options.vocab}"
+        remedy = f"use {cased}, as the file beside it says"
+        raise UserError("config.data.options.cased", options.cased, problem, remedy)
+    return SquadSource(
+        name=f"squad:{split}",
+        questions=read_questions(path),
+        vocabulary=vocabulary,
+        cased=options.cased,
+        windows=options,
+        training=training,
+    )

@@ -1,35 +1,38 @@
-"""A text as contiguous streams, one for each row of a batch, for networks that keep a state.
+"""A text as contiguous streams, one for each row of a batch, for recurrent networks.
 
-In training the text is cut into as many streams as a batch has rows. Window w of all streams is the
-w-th batch of an epoch: row b of a batch goes on where row b of the batch before ended. The examples
-are not shuffled, and a batch has one row of each stream.
+In training the text is cut into as many streams as a batch has rows. The w-th batch of an epoch has
+window w of all streams, so that each row continues the same row of the previous batch. Examples are
+not shuffled, and a batch has one row for each stream.
 
-An evaluation must not depend on the size of its batches. So a whole stream is one example there,
-with all its windows, and the number of streams is an option of the data.
+An evaluation must not depend on the batch size. Therefore an example of an evaluation is a full
+stream with all its windows, and the number of streams is an option of the data set.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lamb_tpu.data import checking
 from lamb_tpu.data.source import ArraySource, BaseSource, Batch, FieldSpec, Source
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, unknown
 
 LAYOUTS = ("tensorflow", "pytorch", "zaremba")
 _INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
-class Options:
+class StreamOptions:
     """Options of streams.
 
     Attributes:
-      steps: words of a window, through which a gradient goes back.
+      steps: number of words in a window, which is the length of backpropagation through time.
       layout: layout of the training text, see `cut` and `num_windows`.
-      eval_streams: streams of an evaluation. In 1 every word but the first is predicted from all
-        before it. More streams take less time, and start with a zero state each.
+      eval_streams: number of streams in an evaluation. With 1, every word but the first is
+        predicted from all words before it. More streams are faster, but each stream starts from a
+        zero state.
     """
 
     steps: int = 20
@@ -38,75 +41,63 @@ class Options:
 
 
 def cut(tokens: np.ndarray, count: int, layout: str) -> np.ndarray:
-    """Returns a text as streams, (count, L), of L = floor(n / count) words each.
+    """Cuts a text of n words into `count` streams of L = floor(n / count) words; returns (count, L).
 
     'tensorflow' and 'pytorch': stream b is the b-th run of L words, and the last n - count * L
-    words are dropped. 'zaremba', which is Zaremba's own code in Lua: stream b starts at word
-    round(b n / count), so the words that are dropped lie between the streams.
+    words are dropped. 'zaremba', as in Zaremba's code in Lua: stream b starts at word
+    round(b n / count), so the dropped words are between the streams.
 
     >>> cut(np.arange(11), 2, "tensorflow").tolist(), cut(np.arange(11), 2, "zaremba").tolist()
     ([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10]])
     """
     total, length = len(tokens), len(tokens) // count
     rows = np.arange(count)
-    # The nearest whole number, halves upwards.
+    # Rounded to the nearest integer, halves upwards.
     starts = (2 * rows * total + count) // (2 * count) if layout == "zaremba" else rows * length
     return tokens[starts[:, None] + np.arange(length)]
 
 
-def num_windows(length: int, options: Options) -> int:
+def num_windows(length: int, options: StreamOptions) -> int:
     """Returns the number of training windows of a stream of `length` words.
 
-    A window needs the word after it as its last target. 'pytorch' has a last, shorter window, whose
-    other places are padding; the other layouts drop it.
+    The last target of a window is the word after the window. 'pytorch' has a shorter last window,
+    filled with padding; the other layouts drop this window.
 
-    >>> [num_windows(35, Options(5, layout)) for layout in LAYOUTS]
+    >>> [num_windows(35, StreamOptions(5, layout)) for layout in LAYOUTS]
     [6, 7, 6]
     """
     targets = max(length - 1, 0)
     return -(-targets // options.steps) if options.layout == "pytorch" else targets // options.steps
 
 
-def training_spec(options: Options) -> dict[str, FieldSpec]:
+def training_spec(options: StreamOptions) -> dict[str, FieldSpec]:
     """Returns the fields of a training example, see `TrainingStreams`."""
     window = FieldSpec((options.steps,), _INT32)
     spec = {"inputs": window, "targets": window, "start": FieldSpec((), np.dtype(bool))}
     return spec | ({"length": FieldSpec((), _INT32)} if options.layout == "pytorch" else {})
 
 
-def eval_spec(total: int, options: Options) -> dict[str, FieldSpec]:
-    """Returns the fields of an evaluation example of a text of `total` words."""
+def eval_spec(total: int, options: StreamOptions) -> dict[str, FieldSpec]:
+    """Returns the fields of an evaluation example, see `EvalStreams`, for `total` words."""
     length = -(-max(total - 1, 0) // options.eval_streams)
     windows = FieldSpec((-(-length // options.steps), options.steps), _INT32)
     return {"inputs": windows, "targets": windows, "length": FieldSpec((), _INT32)}
 
 
-def check_options(options: Options) -> None:
+def check_options(options: StreamOptions) -> None:
     """Raises a UserError if an option is out of range."""
-    for key in ("steps", "eval_streams"):
-        if getattr(options, key) < 1:
-            raise UserError(
-                f"config.data.options.{key} is {getattr(options, key)}; it must be at least 1"
-            )
+    checking.check_options(options, steps=(1, math.inf), eval_streams=(1, math.inf))
     if options.layout not in LAYOUTS:
-        raise UserError(
-            f"config.data.options.layout is {options.layout!r}; known: {', '.join(LAYOUTS)}"
-        )
+        raise unknown("config.data.options.layout", options.layout, LAYOUTS)
 
 
-def count_examples(name: str, total: int, streams: int, options: Options) -> int:
-    """Returns the number of training examples in a text of `total` words.
-
-    Raises:
-      UserError: the text is too short for one window of every stream.
-    """
+def count_examples(name: str, total: int, streams: int, options: StreamOptions) -> int:
+    """Returns the number of training examples; raises a UserError if the text is too short."""
     windows = num_windows(total // streams, options)
     if not windows:
-        raise UserError(
-            f"config.batch_size is {streams}: of the {total:,} words of {name} each row gets "
-            f"{total // streams}, which is no window of config.data.options.steps="
-            f"{options.steps} words; make one of the two smaller"
-        )
+        problem = f"leaves each row {total // streams} of the {total:,} words of {name}"
+        remedy = f"use a smaller batch, or reduce config.data.options.steps={options.steps}"
+        raise UserError("config.batch_size", streams, problem, remedy)
     return streams * windows
 
 
@@ -114,12 +105,9 @@ class TrainingStreams(BaseSource):
     """Windows of the streams of a text. Example p is window p // streams of stream p % streams.
 
     Fields of an example, with T = `steps`:
-      inputs, targets: int32 (T,), words, and for each the word after it.
+      inputs, targets: int32 (T,), words, and the word after each.
       start: bool (), True for the first window of a stream, which starts from a zero state.
-      length: int32 (), with the layout 'pytorch' only: places before the padding.
-
-    Attributes:
-      streams: number of streams, which is the size of every batch.
+      length: int32 (), only with the layout 'pytorch': number of words before the padding.
     """
 
     in_memory = True
@@ -130,20 +118,9 @@ class TrainingStreams(BaseSource):
         tokens: np.ndarray,
         vocabulary: Sequence[str],
         streams: int,
-        options: Options,
+        options: StreamOptions,
     ) -> None:
-        """Cuts the text.
-
-        Args:
-          name: set and split.
-          tokens: the text, int32 (n,).
-          vocabulary: the words by their numbers.
-          streams: the number of streams.
-          options: see `Options`.
-
-        Raises:
-          UserError: an option is out of range, or the text is too short.
-        """
+        """Cuts the text `tokens`, int32 (n,); raises a UserError if it is too short."""
         check_options(options)
         self.name = f"{name}:{_digest(tokens, vocabulary)}"
         self.num_classes = len(vocabulary)
@@ -157,14 +134,13 @@ class TrainingStreams(BaseSource):
         return self._length
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        # The same examples in every epoch.
         del epochs
         windows, rows = np.divmod(np.asarray(indices, np.int64), len(self._rows))
         steps, last = self._options.steps, self._rows.shape[1] - 1
         first = windows * steps
         # Padding repeats the last word.
-        places = np.minimum(first[:, None] + np.arange(steps + 1), last)
-        words = self._rows[rows[:, None], places]
+        positions = np.minimum(first[:, None] + np.arange(steps + 1), last)
+        words = self._rows[rows[:, None], positions]
         batch = {"inputs": words[:, :-1], "targets": words[:, 1:], "start": windows == 0}
         if "length" in self.element_spec:
             batch["length"] = np.minimum(last - first, steps).astype(np.int32)
@@ -172,36 +148,35 @@ class TrainingStreams(BaseSource):
 
 
 class EvalStreams(ArraySource):
-    """Streams of a text, each of them one example, so that no result depends on a batch.
+    """Streams of a text as examples.
 
-    Each word but the first of the text is a target once; the streams have ceil((n - 1) / streams)
-    of them, and the last one the rest.
+    Each word of the text but the first is a target exactly once. If the text has n words, a stream
+    has ceil((n - 1) / streams) targets; the last stream has the remaining targets.
 
     Fields of an example of W windows of T = `steps` words:
-      inputs, targets: int32 (W, T), words, and for each the word after it.
-      length: int32 (), places before the padding, of W * T.
+      inputs, targets: int32 (W, T), words, and the word after each.
+      length: int32 (), number of words before the padding, of W * T.
     """
 
     def __init__(
-        self, name: str, tokens: np.ndarray, vocabulary: Sequence[str], options: Options
+        self, name: str, tokens: np.ndarray, vocabulary: Sequence[str], options: StreamOptions
     ) -> None:
-        """Cuts the text; see `TrainingStreams`."""
+        """Cuts the text, see `TrainingStreams`."""
         check_options(options)
         total, count = len(tokens) - 1, options.eval_streams
         if total < count:
-            raise UserError(
-                f"config.data.options.eval_streams is {count}; {name} has {len(tokens):,} words, "
-                "and each stream needs one to predict"
-            )
+            problem = f"is more than the {total:,} words to predict in {name}"
+            remedy = f"use at most {total}"
+            raise UserError("config.data.options.eval_streams", count, problem, remedy)
         shape = eval_spec(len(tokens), options)["inputs"].shape
         length = -(-total // count)
         starts = np.arange(count) * length
-        places = np.minimum(starts[:, None] + np.arange(shape[0] * shape[1]), total - 1)
-        places = places.reshape(count, *shape)
+        positions = np.minimum(starts[:, None] + np.arange(shape[0] * shape[1]), total - 1)
+        positions = positions.reshape(count, *shape)
         arrays = {
-            "inputs": tokens[places],
-            "targets": tokens[places + 1],
-            # With many streams of a short text nothing may be left for the last ones.
+            "inputs": tokens[positions],
+            "targets": tokens[positions + 1],
+            # If the text is short, the last streams are empty.
             "length": np.clip(total - starts, 0, length).astype(np.int32),
         }
         super().__init__(f"{name}:{_digest(tokens, vocabulary)}", arrays, len(vocabulary))
@@ -211,18 +186,20 @@ def make(
     name: str,
     tokens: np.ndarray,
     vocabulary: Sequence[str],
-    options: Options,
+    options: StreamOptions,
     batch_size: int,
     training: bool,
 ) -> Source:
     """Returns a text as `TrainingStreams` of `batch_size` rows, or as `EvalStreams`."""
     if training:
-        return TrainingStreams(name, tokens, vocabulary, batch_size, options)
+        return TrainingStreams(
+            name=name, tokens=tokens, vocabulary=vocabulary, streams=batch_size, options=options
+        )
     return EvalStreams(name, tokens, vocabulary, options)
 
 
 def _digest(tokens: np.ndarray, vocabulary: Sequence[str]) -> str:
-    """Returns a hash of the content: a resumed run must find the same text and numbers."""
+    """Returns a hash of the content, so that a resumed run can check that it is the same."""
     content = hashlib.sha256(tokens.tobytes())
     content.update("\n".join(vocabulary).encode())
     return content.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Subwords of two languages that share a vocabulary, with the way back to text."""
+"""Subwords of a joint vocabulary of two languages, and their conversion back to text."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,17 +6,17 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from lamb_tpu.data.text.vocabulary import CONTINUES, SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.data.text.wordpiece import make_tokenizer, train_pieces
+from lamb_tpu.data.text.wordpiece import make_tokenizer, train_segments
 
-_SPACE = "▁"  # begins a token that follows a space
-_UNKNOWN = "⁇"  # written for a word that the vocabulary cannot spell
+_SPACE = "▁"  # replaces the space before a token
+_UNKNOWN = "⁇"  # written for an unknown word
 
 
 def make_subwords(vocabulary: Vocabulary) -> Tokenizer:
-    """Returns a WordPiece tokenizer that keeps case, accents and spaces, and adds no tokens.
+    """Returns a WordPiece tokenizer that keeps case, accents and spaces and adds no special tokens.
 
-    Words end at spaces and punctuation. A space is part of the token behind it, as `▁`, so that
-    `to_text` gives the text back; runs of white space count as one space.
+    Words end at spaces and punctuation. A space becomes `▁` at the start of the next token, so that
+    `to_text` can restore the text; runs of white space count as one space.
     """
     tokenizer = make_tokenizer(vocabulary, cased=True)
     tokenizer.normalizer = normalizers.Sequence(
@@ -32,27 +32,19 @@ def make_subwords(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def train_subwords(read: Callable[[], Iterable[str]], size: int) -> Vocabulary:
-    """Trains a vocabulary for `make_subwords`; the same text gives the same vocabulary.
-
-    Args:
-      read: yields the sentences of both languages; called twice.
-      size: most tokens.
-
-    Raises:
-      UserError: `size` has no room for the special tokens and the characters of the text.
-    """
+    """Trains a vocabulary for `make_subwords`; see `train_segments`."""
     tokenizer = make_subwords(Vocabulary(SPECIAL_TOKENS))
-    return train_pieces(read, size, tokenizer, "config.data.options.vocab_size")
+    return train_segments(read, size, tokenizer, "config.data.options.vocab_size")
 
 
 def to_text(ids: np.ndarray, vocabulary: Vocabulary) -> str:
-    """Returns the text of token ids, int (n,), up to the first [SEP]; [PAD] and [CLS] have none."""
-    pieces = []
+    """Converts token ids, int (n,), to text, up to the first [SEP]; ignores [PAD] and [CLS]."""
+    segments = []
     for number in ids.tolist():
         if number == vocabulary.sep_id:
             break
         if number == vocabulary.unknown_id:
-            pieces.append(f" {_UNKNOWN} ")
+            segments.append(f" {_UNKNOWN} ")
         elif number not in (vocabulary.pad_id, vocabulary.cls_id):
-            pieces.append(vocabulary.tokens[number].removeprefix(CONTINUES))
-    return " ".join("".join(pieces).replace(_SPACE, " ").split())
+            segments.append(vocabulary.tokens[number].removeprefix(CONTINUES))
+    return " ".join("".join(segments).replace(_SPACE, " ").split())

@@ -1,4 +1,4 @@
-"""WordPiece with BERT's normaliser, and vocabularies for it, by Hugging Face `tokenizers`."""
+"""WordPiece with BERT's normaliser, and training of vocabularies, with Hugging Face `tokenizers`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,13 +14,10 @@ _MAX_WORDS = 2**20  # distinct words held before their characters are counted, t
 
 
 def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
-    """Returns a tokenizer that splits as the original BERT code and adds no special tokens.
+    """Returns a tokenizer that splits like the original BERT code and adds no special tokens.
 
-    The text `[MASK]` is punctuation around a word, as in the original.
-
-    Args:
-      vocabulary: the vocabulary.
-      cased: keep case and accents; otherwise both are removed.
+    As in the original, the text `[MASK]` is split into punctuation and a word. Unless `cased`, case
+    and accents are removed.
     """
     model = models.WordPiece(
         vocabulary.ids,
@@ -35,55 +32,44 @@ def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
 
 
 def train_vocabulary(read: Callable[[], Iterable[str]], size: int, cased: bool) -> Vocabulary:
-    """Trains a vocabulary for `make_tokenizer`, see `train_pieces`.
-
-    Raises:
-      UserError: see `train_pieces`.
-    """
+    """Trains a vocabulary for `make_tokenizer`; see `train_segments`."""
     tokenizer = make_tokenizer(Vocabulary(SPECIAL_TOKENS), cased)
-    return train_pieces(read, size, tokenizer, "--train-vocab")
+    return train_segments(read, size, tokenizer, "--train-vocab")
 
 
-def train_pieces(
+def train_segments(
     read: Callable[[], Iterable[str]], size: int, tokenizer: Tokenizer, key: str
 ) -> Vocabulary:
-    """Trains a vocabulary of at most `size` tokens: special tokens, characters, then pieces.
+    """Trains a vocabulary of at most `size` tokens: special tokens, characters, then longer tokens.
 
-    The trainer of `tokenizers` numbers the characters in an order that changes from run to run, and
-    so does its choice among pieces of equal count. Here it gets the characters already numbered, so
-    that the same text gives the same vocabulary.
+    The trainer of `tokenizers` numbers characters, and chooses among tokens of equal count, in an
+    order that differs between runs. To make the vocabulary a function of the text, the trainer is
+    given the characters in a fixed order.
 
-    Args:
-      read: yields the text, in parts; called twice.
-      size: number of tokens.
-      tokenizer: of WordPiece, with the special tokens; it is changed.
-      key: name of `size`, for the error message.
-
-    Raises:
-      UserError: `size` has no room for the special tokens and the characters of the text.
+    `read`, which yields the text in segments, is called twice. The tokenizer must have the special
+    tokens; training changes it. Raises a UserError with `key`, the name of `size`, if the size is too
+    small.
     """
     given = [*SPECIAL_TOKENS, *_characters(read(), tokenizer)]
     if len(given) > size:
-        raise UserError(
-            f"{key}={size} is too few: the special tokens and single characters of this "
-            f"text are {len(given):,}"
-        )
-    # Special tokens keep their order in the vocabulary. The characters are given as such, so the
-    # trainer needs no alphabet of its own.
+        few = f"the {len(given):,} special tokens and single characters of this text"
+        raise UserError(key, size, f"is less than {few}", f"use at least {len(given)}")
+    # The trainer keeps the order of its special tokens, so the characters are passed as special
+    # tokens, and the trainer needs no alphabet.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=given, limit_alphabet=0, show_progress=False
     )
     tokenizer.train_from_iterator(read(), trainer)
-    # `get_vocab` has no order; the ids give it.
+    # `get_vocab` is unordered, so the tokens are sorted by their ids.
     ids = tokenizer.get_vocab()
     return Vocabulary(sorted(ids, key=ids.__getitem__))
 
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """Returns the most frequent characters of a text, and `##` with those within words."""
+    """Returns a text's most frequent characters, then with `##` those that occur within words."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
-    # A word is split once, however often it occurs.
+    # Splits each distinct word once.
     def count_characters() -> None:
         for text, count in words.items():
             for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text):
@@ -92,11 +78,11 @@ def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
                 within.update(word[1:])
         words.clear()
 
-    for part in parts:
-        words.update(tokenizer.normalizer.normalize_str(part).split())
+    for text_part in parts:
+        words.update(tokenizer.normalizer.normalize_str(text_part).split())
         if len(words) >= _MAX_WORDS:
             count_characters()
     count_characters()
     by_frequency = sorted(frequencies, key=lambda item: (-frequencies[item], item))
-    kept = sorted(by_frequency[:_MAX_CHARACTERS])
-    return kept + [CONTINUES + character for character in kept if character in within]
+    frequent = sorted(by_frequency[:_MAX_CHARACTERS])
+    return frequent + [CONTINUES + character for character in frequent if character in within]

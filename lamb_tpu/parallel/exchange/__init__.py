@@ -1,7 +1,7 @@
-"""Exchanges: forms in which gradients are sent between devices.
+"""Exchanges: ways to sum gradients over devices. Most exchanges send fewer bytes than float32 would.
 
-`config.parallel.exchange` chooses one by its name and gives its options. `base` says what an
-exchange has; `placing` puts any of them into the step.
+`config.parallel.exchange` has the name of an exchange and its options. `base` defines the interface
+of an exchange; `sharded` connects an exchange with the step.
 """
 
 import math
@@ -10,47 +10,58 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from lamb_tpu.components import Field, Registry, fields_of
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.exchange.aps import Aps
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import BFloat16, Cast
 from lamb_tpu.parallel.exchange.dgc import DGC
-from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl
+from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl, TopK
 from lamb_tpu.parallel.exchange.lgreco import LGreCo
 from lamb_tpu.parallel.exchange.onebit import OneBit
-from lamb_tpu.parallel.exchange.placing import Placed
 from lamb_tpu.parallel.exchange.powersgd import PowerSGD
-from lamb_tpu.parallel.exchange.topk import TopK
+from lamb_tpu.parallel.exchange.sharded import ShardedExchange
 from lamb_tpu.parallel.layout import Layout
 
-# Classes by name; a class' fields after `axes` and `num_devices` are the options.
-EXCHANGES: dict[str, type] = {
-    "float32": Cast,
-    "bfloat16": BFloat16,
-    "aps": Aps,
-    "onebit": OneBit,
-    "topk": TopK,
-    "dgc": DGC,
-    "ef14": EF14,
-    "ef21": EF21,
-    "econtrol": EControl,
-    "powersgd": PowerSGD,
-    "lgreco": LGreCo,
-}
+
+def _fields(exchange: type) -> dict[str, Field]:
+    found = fields_of(exchange, ("axes", "num_devices"))
+    # `Cast` has no option `full_precision`, because it sends all leaves in their dtype.
+    return found if exchange is Cast else found | {"full_precision": Field(tuple[str, ...], ())}
+
+
+EXCHANGES = Registry(
+    "exchange",
+    {
+        "float32": Cast,
+        "bfloat16": BFloat16,
+        "aps": Aps,
+        "onebit": OneBit,
+        "topk": TopK,
+        "dgc": DGC,
+        "ef14": EF14,
+        "ef21": EF21,
+        "econtrol": EControl,
+        "powersgd": PowerSGD,
+        "lgreco": LGreCo,
+    },
+    section="parallel.exchange",
+    fields=_fields,
+)
 
 
 def exchange_over(
     mesh: Mesh, name: str | type = "float32", options: Mapping[str, Any] | None = None
 ) -> Exchange:
-    """Returns the exchange of a name over a mesh.
+    """Returns an exchange over the batch axes of a mesh.
 
-    Where the mesh has the axes data and fsdp, an exchange other than float32 and bfloat16 sums over
-    data alone, see `placing`.
+    If the mesh has several devices along both data and fsdp, an exchange other than float32 and
+    bfloat16 sums only over data, see `sharded`.
 
     Args:
-      mesh: over all devices.
-      name: one of `EXCHANGES`, or a class like them.
-      options: fields of its class.
+      mesh: the mesh over all devices.
+      name: a name in `EXCHANGES`, or a subclass of `Exchange`.
+      options: values of the exchange's fields, other than `axes` and `num_devices`.
 
     Raises:
       ValueError: an option is out of its range.
@@ -58,7 +69,7 @@ def exchange_over(
     made = EXCHANGES[name] if isinstance(name, str) else name
     axes = mesh_lib.batch_axes(mesh)
     if not issubclass(made, Cast):
-        # The outer one that has several devices.
+        # The outermost axis with several devices.
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)[:1] or axes[:1]
     count = math.prod(mesh.shape[axis] for axis in axes)
     found: Exchange = made(axes, count, **(options or {}))
@@ -70,33 +81,21 @@ def make_exchange(
     name: str | type = "float32",
     options: Mapping[str, Any] | None = None,
     full_precision: Sequence[str] = (),
-) -> Placed:
-    """Returns the exchange of a name, between the devices of a layout.
+) -> ShardedExchange:
+    """Returns the exchange of `exchange_over`, connected with a layout for use in the step.
 
-    Args:
-      layout: the shardings of parameters and moments.
-      name, options: see `exchange_over`.
-      full_precision: regular expressions over the paths of leaves that are summed in float32.
+    `full_precision` has regular expressions over the paths of leaves to sum in float32.
     """
-    return Placed(layout, exchange_over(layout.mesh, name, options), tuple(full_precision))
+    return ShardedExchange(layout, exchange_over(layout.mesh, name, options), tuple(full_precision))
 
 
 __all__ = [
-    "DGC",
-    "EF14",
-    "EF21",
     "EXCHANGES",
-    "Aps",
     "BFloat16",
     "Cast",
-    "EControl",
     "Exchange",
-    "LGreCo",
-    "OneBit",
-    "Placed",
-    "PowerSGD",
     "Residual",
-    "TopK",
+    "ShardedExchange",
     "exchange_over",
     "make_exchange",
 ]

@@ -1,4 +1,4 @@
-"""Gradients sent in one dtype, without a residual."""
+"""Exchanges that send gradients in a given dtype, without a residual."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,20 +11,10 @@ from lamb_tpu.parallel.exchange.base import Exchange, Residual
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Exchange):
-    """Casts gradients before they are sent and added; this one sends them in their own dtype.
+    """Sums gradients in their dtype; subclasses cast gradients to `dtype` before they are sent."""
 
-    Attributes:
-      axes: the mesh axes to sum over.
-      num_devices: number of devices along these axes.
-    """
-
-    axes: tuple[str, ...]
-    num_devices: int
-
-    dtype: ClassVar[Any] = None  # None: that of each leaf
-
-    def init(self, params: Any) -> Residual:
-        return Residual()
+    dtype: ClassVar[Any] = None  # None: the dtype of each leaf
+    rounds_only: ClassVar[bool] = True
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         return collectives.all_reduce(grads, self.axes, self.dtype), residual

@@ -1,9 +1,11 @@
-"""L-GreCo's choice: a compression for each layer, the least to send within a budget of errors.
+"""L-GreCo's choice of a compression option for each layer: the least size within an error budget.
+
+An option may be a rank, a number of bits or a fraction of values.
 
 Reference: Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-Adaptive Gradient
 Compression for Efficient and Accurate Deep Learning", https://arxiv.org/abs/2210.17357, and their
-code, which this repeats exactly: it adds up norms of errors, whereas the paper bounds the sum of
-their squares. Options may be ranks, bits or fractions of values.
+code, which this module reproduces exactly. The code bounds the sum of the norms of the errors,
+whereas the paper bounds the sum of the squared norms.
 """
 
 from typing import NamedTuple
@@ -14,73 +16,68 @@ BUCKETS = 10_000
 
 
 class Tables(NamedTuple):
-    """The dynamic programme over the first layers.
+    """The tables of the dynamic program over layers; row i, column j is for layer i and budget j."""
 
-    Attributes:
-      sizes: (layers, budgets), the least size of layers 0 to i within a budget; inf if none is.
-      options: (layers, budgets), layer i's option in it; -1 if none is.
-    """
-
-    sizes: np.ndarray
-    options: np.ndarray
+    sizes: (
+        np.ndarray
+    )  # the least total size of layers 0 to i; inf if no choice is within the budget
+    options: np.ndarray  # the option of layer i in the choice with the least size; -1 if none fits
 
 
 def choose(
     errors: np.ndarray, sizes: np.ndarray, reference: int, factor: float = 1.0
 ) -> list[int] | None:
-    """Returns each layer's option, of least total size; None if no choice is within the budget.
+    """Returns the index of an option for each layer; None if no choice is within the budget.
+
+    The choice has the least total size.
 
     Args:
-      errors: (layers, options), norm of what each option leaves out of a layer.
-      sizes: (layers, options), what each option sends.
-      reference: the option that would be taken for all layers.
+      errors: (layers, options), norm of the error that each option makes in each layer.
+      sizes: (layers, options), size of what each option sends for each layer.
+      reference: index of an option; the budget is relative to its errors in all layers.
       factor: the budget, relative to the sum of the reference's errors.
     """
     target = budget(errors, reference, factor)
     if not (np.isfinite(target) and target > 0):
         return None
     buckets = in_buckets(errors, target)
-    found = tables(buckets, sizes)
-    used = int(np.argmin(found.sizes[-1]))  # the first, hence with the least error
-    if not np.isfinite(found.sizes[-1, used]):
+    result = tables(buckets, sizes)
+    used = int(np.argmin(result.sizes[-1]))  # the first minimum, which has the least error
+    if not np.isfinite(result.sizes[-1, used]):
         return None
     choice = []
     for layer in reversed(range(len(errors))):
-        choice.append(int(found.options[layer, used]))
+        choice.append(int(result.options[layer, used]))
         used -= buckets[layer, choice[-1]]
     return choice[::-1]
 
 
 def budget(errors: np.ndarray, reference: int, factor: float) -> float:
-    """Returns the largest sum of errors: `factor` times that of the reference."""
+    """Returns the largest allowed sum of errors: `factor` times the sum of the reference's errors."""
     return float(factor * np.sum(errors[:, reference]))
 
 
 def in_buckets(errors: np.ndarray, target: float) -> np.ndarray:
-    """Returns errors in units of a 10,000th of the target, rounded up, from 1 to 10,000."""
+    """Returns each error as a number of 10,000ths of the target, rounded up, and from 1 to 10,000."""
     limited = np.minimum(np.where(np.isnan(errors), np.inf, errors), target + 1)
     return np.clip(np.ceil(limited / (target / BUCKETS)), 1, BUCKETS).astype(int)
 
 
 def tables(buckets: np.ndarray, sizes: np.ndarray) -> Tables:
-    """Returns the least sizes within each budget of 0 to 10,000 buckets.
+    """Returns the least sizes within each budget, from 0 to 10,000 buckets.
 
-    Of options of one size the first is taken. The first layer's error must be below the budget, as
-    in the authors' code, so that 9,999 buckets can be used in total.
-
-    Args:
-      buckets: (layers, options), errors as `in_buckets` returns them.
-      sizes: (layers, options).
+    Of several options with the same size, the first is chosen. As in the authors' code, the first
+    layer's error must be below the budget, so choices can use at most 9,999 buckets in total.
+    `buckets` and `sizes` are (layers, options).
     """
-    found = Tables(
-        np.full((len(buckets), BUCKETS + 1), np.inf), np.full((len(buckets), BUCKETS + 1), -1)
-    )
+    shape = len(buckets), BUCKETS + 1
+    result = Tables(np.full(shape, np.inf), np.full(shape, -1))
     before = np.where(np.arange(BUCKETS + 1) > 0, 0.0, np.inf)
     for layer, (layer_buckets, layer_sizes) in enumerate(zip(buckets, sizes, strict=True)):
         for option, (used, size) in enumerate(zip(layer_buckets, layer_sizes, strict=True)):
             total = before[: BUCKETS + 1 - used] + size
-            better = total < found.sizes[layer, used:]
-            found.sizes[layer, used:][better] = total[better]
-            found.options[layer, used:][better] = option
-        before = found.sizes[layer]
-    return found
+            better = total < result.sizes[layer, used:]
+            result.sizes[layer, used:][better] = total[better]
+            result.options[layer, used:][better] = option
+        before = result.sizes[layer]
+    return result

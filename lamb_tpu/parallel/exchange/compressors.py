@@ -1,7 +1,6 @@
-"""Contractive compressors: short forms C(x) of a vector, with |C(x) - x|^2 <= (1 - d) |x|^2.
+"""Contractive compressors: approximations C(x) of a vector x, with |C(x) - x|^2 <= (1 - d) |x|^2.
 
-A compressor makes a message of a vector and a vector of a message. It also sends: `total` sums the
-messages' vectors over devices, and only what the docstring of its class names is sent.
+Here d is a constant in (0, 1]. The docstring of each class says how many bytes are sent.
 """
 
 import dataclasses
@@ -12,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError, listed
 from lamb_tpu.parallel import collectives
+from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import selection, sparse
-from lamb_tpu.parallel.exchange.joined import split
+from lamb_tpu.parallel.exchange.base import check_range, check_ratio
 
 
 class Compressor(Protocol):
@@ -26,9 +27,7 @@ class Compressor(Protocol):
     def decompress(self, message: Any) -> jax.Array:
         """Returns C(x), (n,)."""
 
-    def total(
-        self, messages: Sequence[Any], axes: Sequence[str], num_devices: int
-    ) -> list[jax.Array]:
+    def total(self, messages: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
         """Returns the sums over devices of C(x), (n,) for each message."""
 
     def each(self, messages: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
@@ -45,9 +44,7 @@ class Identity(Compressor):
     def decompress(self, message: jax.Array) -> jax.Array:
         return message
 
-    def total(
-        self, messages: Sequence[jax.Array], axes: Sequence[str], num_devices: int
-    ) -> list[jax.Array]:
+    def total(self, messages: Sequence[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
         return list(lax.psum(list(messages), tuple(axes)))
 
     def each(self, messages: Sequence[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
@@ -56,13 +53,14 @@ class Identity(Compressor):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Compressor):
-    """The values of the largest magnitude; of equal ones, the first.
+    """The values with the largest magnitudes; among equal magnitudes, the first.
 
-    Sent are 4 bytes for each value and 4 for its index, from every device to every other.
+    To every other device, a device sends 4 bytes for each value and 4 bytes for its index.
 
     Attributes:
-      ratio: the fraction of a vector's values, in (0, 1]; rounded down, at least one value.
-      count: the number of values instead; None: by `ratio`.
+      ratio: the fraction of a vector's values that is sent, in (0, 1]. The number of values is
+        rounded down, but is at least one.
+      count: the number of values that are sent, in place of `ratio`; None: use `ratio`.
     """
 
     ratio: float = 0.01
@@ -70,11 +68,10 @@ class TopK(Compressor):
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"count must be at least 1, not {self.count}")
+        check_range("count", self.count, self.count is None or self.count >= 1, "at least 1")
 
     def budget(self, size: int) -> int:
-        """Number of values sent of a vector of `size`."""
+        """Returns the number of values sent for a vector of length `size`."""
         count = max(1, int(self.ratio * size)) if self.count is None else self.count
         return min(count, size)
 
@@ -86,10 +83,8 @@ class TopK(Compressor):
     def decompress(self, message: sparse.Selected) -> jax.Array:
         return message.dense()
 
-    def total(
-        self, messages: Sequence[sparse.Selected], axes: Sequence[str], num_devices: int
-    ) -> list[jax.Array]:
-        return sparse.total(messages, self._budgets(messages), axes, num_devices)
+    def total(self, messages: Sequence[sparse.Selected], axes: Sequence[str]) -> list[jax.Array]:
+        return sparse.total(messages, self._budgets(messages), axes)
 
     def each(self, messages: Sequence[sparse.Selected], axes: Sequence[str]) -> list[jax.Array]:
         return sparse.each(messages, self._budgets(messages), axes)
@@ -99,24 +94,19 @@ class TopK(Compressor):
 
 
 class Signs(NamedTuple):
-    """Signs of a vector and their scale, in a form that is not packed yet.
+    """Signs of a vector and their scale, before packing."""
 
-    Attributes:
-      positive: (n,), boolean.
-      scale: the magnitude of every value.
-    """
-
-    positive: jax.Array
-    scale: jax.Array
+    positive: jax.Array  # (n,), boolean
+    scale: jax.Array  # the magnitude of every value
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign(Compressor):
-    """The signs, times the mean magnitude; the sign of 0 is +1.
+    """The signs of the values, times their mean magnitude; the sign of 0 is +1.
 
-    Sent are 1 bit for each value and 4 bytes a vector, from every device to every other. With more
-    than 64 devices that is more than a float32 all-reduce sends; `onebit` sends to each device only
-    its part.
+    To every other device, a device sends 1 bit for each value and 4 bytes for each vector. With more
+    than 64 devices this exceeds the bytes of a float32 all-reduce. The exchange `onebit` avoids
+    this: it sends each device only one chunk.
 
     Source: Karimireddy et al., Error Feedback Fixes SignSGD, arXiv:1901.09847.
     """
@@ -127,13 +117,10 @@ class Sign(Compressor):
     def decompress(self, message: Signs) -> jax.Array:
         return jnp.where(message.positive, message.scale, -message.scale)
 
-    def total(
-        self, messages: Sequence[Signs], axes: Sequence[str], num_devices: int
-    ) -> list[jax.Array]:
+    def total(self, messages: Sequence[Signs], axes: Sequence[str]) -> list[jax.Array]:
         def add(sums: list[jax.Array], row: Any) -> tuple[list[jax.Array], None]:
-            # One device after the other, so that no array is `num_devices` times the gradient.
-            vectors = self._vectors(messages, *row)
-            return [a + b for a, b in zip(sums, vectors, strict=True)], None
+            # Adds one device after the other, so that the vectors of all devices never exist at once.
+            return [*map(jnp.add, sums, self._vectors(messages, *row))], None
 
         start = [jnp.zeros(m.positive.shape, m.scale.dtype) for m in messages]
         return lax.scan(add, start, self._gathered(messages, axes))[0]
@@ -145,7 +132,7 @@ class Sign(Compressor):
     def _gathered(
         self, messages: Sequence[Signs], axes: Sequence[str]
     ) -> tuple[jax.Array, jax.Array]:
-        """Every device's bits of all vectors, (devices, bytes), and scales, (devices, vectors)."""
+        """Returns every device's packed signs, (devices, bytes), and scales, (devices, vectors)."""
         joined = jnp.concatenate([message.positive for message in messages])
         scales = jnp.stack([message.scale for message in messages])
         return (
@@ -156,32 +143,18 @@ class Sign(Compressor):
     def _vectors(
         self, messages: Sequence[Signs], packed: jax.Array, scales: jax.Array
     ) -> list[jax.Array]:
-        """The vectors of one device, from its bits and scales."""
+        """Returns the vectors of one device, from its packed signs and scales."""
         sizes = [message.positive.size for message in messages]
         bits = jnp.unpackbits(packed, count=sum(sizes)).astype(bool)
         parts = zip(split(bits, sizes), scales, strict=True)
         return [self.decompress(Signs(part, scale)) for part, scale in parts]
 
 
-COMPRESSORS = ("topk", "sign", "identity")
-
-
 def make_compressor(name: str | Compressor, ratio: float) -> Compressor:
-    """Returns the compressor of a name; `ratio` is for 'topk'. A compressor is returned as it is.
-
-    Raises:
-      ValueError: the name is unknown, or the ratio is out of (0, 1].
-    """
+    """Returns the compressor `name`; a `Compressor` is returned unchanged. `ratio` is for 'topk'."""
     if not isinstance(name, str):
         return name
-    if name not in COMPRESSORS:
-        raise ValueError(f"compressor must be one of {', '.join(COMPRESSORS)}, not {name!r}")
-    if name == "topk":
-        return TopK(ratio)
-    return Sign() if name == "sign" else Identity()
-
-
-def check_ratio(name: str, ratio: float) -> None:
-    """Raises ValueError where a fraction that is sent is out of (0, 1]."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{name} must be in (0, 1], the fraction of values, not {ratio}")
+    made = {"topk": lambda: TopK(ratio), "sign": Sign, "identity": Identity}
+    if name not in made:
+        raise ArgumentError("compressor", name, "is unknown", f"use {listed(made)}")
+    return made[name]()

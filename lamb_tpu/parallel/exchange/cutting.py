@@ -1,7 +1,8 @@
 """Selection of the values that Deep Gradient Compression sends, by an adapted threshold.
 
-A threshold that is estimated from samples selects more or fewer values than the budget. It is
-changed by the same factors as in the authors' synxlin/deep-gradient-compression.
+A threshold that is estimated from samples selects more or fewer values than the budget, the number
+of values to send. So the threshold is adapted, by the same factors as in the authors'
+synxlin/deep-gradient-compression.
 """
 
 import math
@@ -13,23 +14,17 @@ from jax import lax
 
 from lamb_tpu.parallel.exchange import selection
 
-# A threshold is adapted until it selects this many times the budget, at most ten times.
+# A threshold is adapted, at most ten times, until it selects 0.8 to 1.3 times the budget.
 _LOWER, _UPPER, _ADAPTATIONS = 0.8, 1.3, 10
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Cut(NamedTuple):
-    """Selection of the values of one matrix: a threshold, and a place after which none is taken.
+    """Selection of the values of one matrix."""
 
-    Attributes:
-      threshold: the smallest magnitude that is sent.
-      last: the place after which none is sent, int32.
-      all_above: whether values above the threshold are sent after `last` too.
-    """
-
-    threshold: jax.Array
-    last: jax.Array
-    all_above: jax.Array
+    threshold: jax.Array  # values with smaller magnitudes are not sent
+    last: jax.Array  # index, int32: values up to here are sent unless they are below the threshold
+    all_above: jax.Array  # whether values after `last` are sent if they are above the threshold
 
     def mask(self, magnitudes: jax.Array) -> jax.Array:
         """Returns the mask of the magnitudes that are sent."""
@@ -39,28 +34,29 @@ class Cut(NamedTuple):
 
 
 def first(magnitudes: jax.Array, threshold: jax.Array, budget: int) -> Cut:
-    """Returns the cut of the first values that are not below a threshold."""
+    """Returns the selection of the first `budget` values that are not below a threshold."""
     last = selection.last_of_first(magnitudes >= threshold, budget)
     return Cut(threshold, last, jnp.bool_(False))
 
 
 def _bounds(budget: int) -> tuple[int, int]:
-    """Returns the numbers of selected values between which a threshold is not adapted."""
+    """Returns the smallest and the largest number of selected values at which adaptation stops."""
     return math.ceil(_LOWER * budget), math.floor(_UPPER * budget)
 
 
 def lowered(
     magnitudes: jax.Array, threshold: jax.Array, budget: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a threshold that selects enough values, and whether it selects too many.
+    """Returns a lowered threshold that selects enough values, and whether it selects too many.
 
-    The lower thresholds are known before, so that one pass counts for all of them.
+    Each lower threshold is 0.8 times the previous one, so all are known in advance, and one pass
+    counts the values for each. If no threshold is low enough, the tenth is returned.
     """
     too_few, too_many = _bounds(budget)
     thresholds = [threshold]
     for _ in range(_ADAPTATIONS):
         lower = thresholds[-1] * jnp.asarray(_LOWER, threshold.dtype)
-        thresholds.append(lax.optimization_barrier(lower))  # rounded each time, as by a loop
+        thresholds.append(lax.optimization_barrier(lower))  # rounded each time, as in a loop
     found = jnp.sum(magnitudes >= threshold, dtype=jnp.int32)
     counts = lax.cond(
         found < too_few,
@@ -69,13 +65,15 @@ def lowered(
         ),
         lambda: jnp.full(len(thresholds), found),
     )
-    step = jnp.argmax((counts >= too_few).at[-1].set(True))  # the first that is enough
+    step = jnp.argmax(
+        (counts >= too_few).at[-1].set(True)
+    )  # the first threshold that is low enough
     exact = (counts[step] > too_many) & (step < _ADAPTATIONS)
     return jnp.stack(thresholds)[step], exact
 
 
 def adapted(magnitudes: jax.Array, threshold: jax.Array, budget: int) -> jax.Array:
-    """Returns a threshold that was lowered and raised until it selects about the budget."""
+    """Lowers or raises a threshold, at most ten times, until it selects 0.8 to 1.3 times the budget."""
     too_few, too_many = _bounds(budget)
 
     def number(threshold: jax.Array) -> jax.Array:

@@ -1,12 +1,14 @@
-"""Deep Gradient Compression: sparse gradients whose momentum is kept by each device.
+"""Deep Gradient Compression: sparse gradients, with a momentum on each device.
 
-For each matrix a device keeps u, the momentum of its own gradient, and v, what it has accumulated
-and not sent. At each update u <- m u + g and v <- v + u, or with Nesterov's momentum
-u <- m (u + g) and v <- v + u + g. It sends the largest values of v, about a fraction `ratio` of
-them, and sets u and v to 0 there. What counts are the sums over devices of u and of v.
+For each matrix a device has u, the momentum of its gradient g, and v, the accumulated values that
+it has not sent. At each update u <- m u + g and v <- v + u, or with Nesterov's momentum
+u <- m (u + g) and v <- v + u + g. The device then sends the largest values of v, about a fraction
+`ratio` of all values, and sets u and v to 0 at the positions of sent values. Later results depend
+only on the sums of u and v over devices.
 
-The result contains the momentum: **the optimizer's own must be 0**, and weight decay that the
-optimizer adds gets none. Vectors, such as biases, are all-reduced, with the same momentum.
+The result contains the momentum, so **the momentum of the optimizer must be 0**, and weight decay
+that the optimizer adds has no momentum. Vectors, such as biases, are all-reduced in full, and get
+the same momentum.
 
 Source: Lin et al., arXiv:1712.01887, as in the authors' synxlin/deep-gradient-compression.
 """
@@ -19,54 +21,50 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import cutting, norms, selection, sparse
-from lamb_tpu.parallel.exchange.base import Exchange, Residual
-from lamb_tpu.parallel.exchange.compressors import check_ratio
+from lamb_tpu.parallel.exchange.base import (
+    Exchange,
+    Residual,
+    check_momentum,
+    check_range,
+    check_ratio,
+)
 
 
 class Sampling(NamedTuple):
-    """Samples from which the threshold of one matrix is found.
+    """The samples from which the threshold of one matrix is estimated."""
 
-    Attributes:
-      size: number of values.
-      budget: the largest number of values that is sent.
-      stride: between samples; 1: the threshold is of all values.
-      rank: the threshold is the sample of this rank, from the largest.
-    """
-
-    size: int
-    budget: int
-    stride: int
-    rank: int
+    size: int  # number of values of the matrix
+    budget: int  # the largest number of values that is sent
+    stride: int  # distance between samples; 1: all values are samples
+    rank: int  # the threshold is the `rank`-th largest sample, counted from 1
 
 
 @dataclasses.dataclass(frozen=True)
 class DGC(Exchange):
-    """Deep Gradient Compression, see above.
+    """Deep Gradient Compression, see the module's docstring.
 
     Attributes:
-      axes: the mesh axes to sum over.
-      num_devices: number of devices along these axes.
-      ratio: the fraction of a matrix' values that is sent, in (0, 1]; 1: an all-reduce.
-      momentum: of the exchange.
-      nesterov: whether this is Nesterov's momentum.
-      factor_masking: whether the momentum is set to 0 where a value was sent.
-      clip_norm: the largest norm of each leaf of a device's mean gradient, before it is added;
-        None: any.
+      ratio: the fraction of a matrix's values that is sent, in (0, 1]; 1: the matrix is all-reduced.
+      momentum: coefficient of the momentum.
+      nesterov: whether to use Nesterov's momentum.
+      factor_masking: whether the momentum is set to 0 at the positions of sent values.
+      clip_norm: the norm to which each leaf of the mean gradient over a device's examples is clipped
+        before accumulation; None: no clipping.
       sample_ratio: the fraction of values from which the threshold is estimated, in (0, 1].
-      resample: whether a threshold that selects too much is replaced by the exact one.
-      warmup_steps: number of updates in which the ratio falls from near 1.
-      warmup_stages: number of ratios in these updates.
-      warmup_coeff: a number c: stage k, counted from 1, has the ratio c**k, but at least `ratio`; a
-        tuple: the ratio of each stage. None: c = ratio**(1 / (stages + 1)), which falls
+      resample: whether a threshold that selects too many values is replaced by the exact threshold,
+        which is computed from all values.
+      warmup_steps: number of updates of the warm-up, in which the ratio may differ from `ratio`.
+      warmup_stages: number of stages of equal length in the warm-up, each with its ratio.
+      warmup_coeff: a number c: stage k, counted from 1, has the ratio max(c**k, ratio). A tuple: the
+        ratio of each stage. None: c = ratio**(1 / (warmup_stages + 1)), so that the ratio falls
         exponentially to `ratio`. The authors' wm5 is (0.25, 0.063, 0.015, 0.004, 0.001).
-      seed: of the places of the samples.
+      seed: seed of the positions of the samples.
     """
 
-    axes: tuple[str, ...]
-    num_devices: int
     ratio: float = 0.001
     momentum: float = 0.9
     nesterov: bool = False
@@ -82,24 +80,20 @@ class DGC(Exchange):
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         check_ratio("sample_ratio", self.sample_ratio)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, not {self.warmup_steps}")
-        if self.warmup_stages < 1:
-            raise ValueError(f"warmup_stages must be at least 1, not {self.warmup_stages}")
+        check_momentum(self.momentum)
+        clip_norm, steps, stages = self.clip_norm, self.warmup_steps, self.warmup_stages
+        check_range("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0")
+        check_range("warmup_steps", steps, steps >= 0, "at least 0")
+        check_range("warmup_stages", stages, stages >= 1, "at least 1")
         if isinstance(self.warmup_coeff, (tuple, list)):
-            # A tuple, because an exchange is hashed.
+            # An exchange must be hashable.
             object.__setattr__(self, "warmup_coeff", tuple(self.warmup_coeff))
             for coeff in self.warmup_coeff:
-                check_ratio("each ratio of warmup_coeff", coeff)
+                check_ratio("warmup_coeff", coeff)
             if len(self.warmup_coeff) < self.warmup_stages:
-                raise ValueError(
-                    f"warmup_coeff has {len(self.warmup_coeff)} ratios, and warmup_stages is "
-                    f"{self.warmup_stages}; give a ratio for each stage"
-                )
+                problem = f"has fewer ratios than warmup_stages={self.warmup_stages}"
+                remedy = "give a ratio for each stage"
+                raise ArgumentError("warmup_coeff", self.warmup_coeff, problem, remedy)
         elif self.warmup_coeff is not None:
             check_ratio("warmup_coeff", self.warmup_coeff)
 
@@ -114,82 +108,77 @@ class DGC(Exchange):
             coeff = self.warmup_coeff
             if coeff is None:
                 coeff = ratio ** (1 / (self.warmup_stages + 1))
-            # A power of a rounded root, as in the authors' class: at a small matrix the last bit of
-            # the ratio may decide how many values are sent.
+            # Compute the power of a rounded root, like the authors' class, so that the ratio has the
+            # same bits: in a small matrix the last bit may decide how many values are sent.
             ratio = coeff[stage] if isinstance(coeff, tuple) else max(coeff ** (stage + 1), ratio)
         return dataclasses.replace(self, ratio=ratio, warmup_steps=0)
 
     def init(self, params: Any) -> Residual:
-        sparse_leaves, dense_leaves = _by_rank(jax.tree.leaves(params))
-        sparse.check_length(sum(leaf.size for leaf in sparse_leaves))
-        zeros = tuple(jnp.zeros((leaf.size,), _dtype(leaf)) for leaf in sparse_leaves)
+        matrices, vectors = _by_rank(jax.tree.leaves(params))
+        sparse.check_length(sum(leaf.size for leaf in matrices))
+        zeros = tuple(jnp.zeros(leaf.size, compute_dtype(leaf)) for leaf in matrices)
+        momentum = tuple(jnp.zeros(leaf.shape, compute_dtype(leaf)) for leaf in vectors)
         return Residual(
             device={"momentum": zeros, "accumulated": zeros},
-            whole={
-                "momentum": tuple(jnp.zeros(leaf.shape, _dtype(leaf)) for leaf in dense_leaves),
-                "count": jnp.zeros((), jnp.int32),
-            },
+            whole={"momentum": momentum, "count": jnp.zeros((), jnp.int32)},
         )
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
-        matrices, vectors = _by_rank([leaf.astype(_dtype(leaf)) for leaf in leaves])
-        # One operation for all vectors.
+        matrices, vectors = _by_rank([leaf.astype(compute_dtype(leaf)) for leaf in leaves])
+        # Sum all vectors in one operation.
         dense, momentum = self._dense(lax.psum(vectors, self.axes), residual.whole["momentum"], 1.0)
         flat = [leaf.ravel() for leaf in matrices]
         count = residual.whole["count"]
         if self.ratio < 1:
             sums, device = self._sparse(flat, residual.device, count)
         else:
-            # Before the first sparse update all devices hold the same momentum, in equal shares.
+            # While matrices are all-reduced, all devices have equal shares of the momentum.
             sums, shares = self._dense(
                 lax.psum(flat, self.axes), residual.device["momentum"], 1.0 / self.num_devices
             )
             device = dict(residual.device, momentum=shares)
         whole = {"momentum": momentum, "count": count + 1}
         found = {True: iter(sums), False: iter(dense)}
-        placed = [
+        sharded = [
             next(found[_is_matrix(leaf)]).reshape(leaf.shape).astype(leaf.dtype) for leaf in leaves
         ]
-        return treedef.unflatten(placed), Residual(device=device, whole=whole)
+        return treedef.unflatten(sharded), Residual(device=device, whole=whole)
 
     def _dense(
         self, sums: list[jax.Array], momentum: tuple[jax.Array, ...], share: float
     ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-        """Plain momentum of summed gradients, of which each device keeps the given share."""
-        found, kept = [], []
-        for g, before in zip(sums, momentum, strict=True):
-            step, m = self._momentum(self._clipped(g, 1), before / share)
-            found.append(step)
-            kept.append(m * share)
-        return found, tuple(kept)
+        """Applies momentum to summed gradients; devices store `share` times the full momentum."""
+        pairs = [
+            self._momentum(self._clipped(g, 1), before / share)
+            for g, before in zip(sums, momentum, strict=True)
+        ]
+        return [step for step, _ in pairs], tuple(m * share for _, m in pairs)
 
     def _sparse(
         self, gradients: list[jax.Array], device: Any, count: jax.Array
     ) -> tuple[list[jax.Array], Any]:
-        """The sums of what is sent, and the new momentum and accumulated values."""
-        momenta, accumulated = [], []
-        for g, u, v in zip(gradients, device["momentum"], device["accumulated"], strict=True):
-            step, u = self._momentum(self._clipped(g, self.num_devices), u)
-            momenta.append(u)
-            accumulated.append(v + step)
-        # NaN is sent, so that every device sees it.
-        masks = self.masks(
-            [jnp.where(jnp.isnan(v), jnp.inf, jnp.abs(v)) for v in accumulated], count
-        )
+        """Returns the sums of sent values, and this device's new momentum and accumulated values."""
+        pairs = [
+            self._momentum(self._clipped(g, self.num_devices), u)
+            for g, u in zip(gradients, device["momentum"], strict=True)
+        ]
+        accumulated = [v + step for v, (step, _) in zip(device["accumulated"], pairs, strict=True)]
+        # Treat NaN as the largest value, so that every device receives it.
+        magnitudes = [jnp.where(jnp.isnan(v), jnp.inf, jnp.abs(v)) for v in accumulated]
+        masks = self.masks(magnitudes, count)
         selected = [sparse.Selected(v, mask) for v, mask in zip(accumulated, masks, strict=True)]
         budgets = [self.sampling(v.size).budget for v in accumulated]
-        sums = sparse.total(selected, budgets, self.axes, self.num_devices)
-        return sums, {
-            "momentum": tuple(
-                jnp.where(mask, 0, u) if self.factor_masking else u
-                for u, mask in zip(momenta, masks, strict=True)
-            ),
-            "accumulated": tuple(jnp.where(mask, 0, v) for v, mask in selected),
-        }
+        sums = sparse.total(selected, budgets, self.axes)
+        momentum = tuple(
+            jnp.where(mask, 0, u) if self.factor_masking else u
+            for (_, u), mask in zip(pairs, masks, strict=True)
+        )
+        unsent = tuple(jnp.where(mask, 0, v) for v, mask in selected)
+        return sums, {"momentum": momentum, "accumulated": unsent}
 
     def _momentum(self, g: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the step of a gradient, and its momentum."""
+        """Returns the value to accumulate for a gradient g, and the new momentum, from momentum u."""
         if self.nesterov:
             u = self.momentum * (u + g)
             return u + g, u
@@ -197,21 +186,22 @@ class DGC(Exchange):
         return u, u
 
     def _clipped(self, g: jax.Array, scale: int) -> jax.Array:
-        """Returns a gradient, shortened where the norm of `scale` times it is above `clip_norm`."""
+        """Returns a gradient clipped so that its norm times `scale` is at most `clip_norm`."""
         if self.clip_norm is None:
             return g
         norm = scale * norms.l2([g])
         return g * jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
 
     def sampling(self, size: int) -> Sampling:
-        """Returns how the threshold of a matrix of `size` values is found, as the authors do."""
+        """Returns the sampling for a matrix of `size` values, as in the authors' code."""
         budget = math.ceil(size * self.ratio)
         samples, stride = size, 1
-        # At least two samples are to be above the threshold.
+        # Choose enough samples that at least two are above the threshold.
         fewest = math.ceil(2 / self.ratio)
         if self.sample_ratio < 1 and size > fewest:
             wanted = max(math.ceil(size * self.sample_ratio), fewest)
-            # Not a multiple of the number of columns, which is one of 32 in most networks.
+            # The number of columns is a multiple of 32 in most networks. Use a stride that is not a
+            # multiple of it, so that samples come from several columns.
             stride = math.ceil(size / wanted / 32) * 32 + 1
             while size // stride < wanted:
                 stride -= 8
@@ -219,31 +209,20 @@ class DGC(Exchange):
         return Sampling(size, budget, stride, math.ceil(samples * self.ratio))
 
     def sample_start(self, leaf: int, sampling: Sampling, count: jax.Array) -> jax.Array:
-        """Returns the index of the first sample; it changes from update to update.
-
-        Args:
-          leaf: the matrix, by its place among them.
-          sampling: the size and stride.
-          count: number of updates before.
-        """
+        """Returns the index of a matrix's first sample, which changes from update to update."""
         if sampling.stride == 1:
             return jnp.zeros((), jnp.int32)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), count), leaf)
         return jax.random.randint(key, (), 0, sampling.stride, jnp.int32)
 
     def masks(self, magnitudes: list[jax.Array], count: jax.Array) -> list[jax.Array]:
-        """Returns the masks of the values that are sent of each matrix.
-
-        Args:
-          magnitudes: of what is accumulated.
-          count: number of updates before.
-        """
+        """Returns a mask of the values to send for each matrix, in update `count`."""
         of_size: dict[int, list[int]] = {}
         for leaf, values in enumerate(magnitudes):
             of_size.setdefault(values.size, []).append(leaf)
         found: dict[int, jax.Array] = {}
-        # Matrices of one size share the program, whose several loops take long to compile. Only
-        # numbers leave it, as masks would be written and read once more.
+        # Matrices of the same size share one copy of the code, because its loops take long to
+        # compile. The shared code returns scalars: masks would be written to memory and read again.
         for size, leaves in of_size.items():
             sampling, shape = self.sampling(size), collectives.lane_shape(size)
             rows = (
@@ -256,24 +235,26 @@ class DGC(Exchange):
         return [found[leaf] for leaf in range(len(magnitudes))]
 
     def cut(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> cutting.Cut:
-        """Returns the selection of a matrix' values, of at most `sampling.budget`.
+        """Returns the selection of a matrix's values, at most `sampling.budget` of them.
 
-        These are the values that are not below a threshold, and of more than the budget allows the
-        first, as the authors do.
+        These are the values that are not below a threshold. If they exceed the budget, the first
+        values are selected, as in the authors' code; with `resample`, if far too many values exceed
+        a threshold from samples, the largest values are selected.
         """
         budget = sampling.budget
         if sampling.stride == 1:
             threshold = selection.kth_largest(magnitudes, sampling.rank)
             return cutting.first(magnitudes, threshold, budget)
         places = start + sampling.stride * jnp.arange(-(-sampling.size // sampling.stride))
-        # Beyond the end there is none; there are `rank` samples without it, and 0 is the smallest.
+        # Positions past the end give 0, the smallest magnitude. At least `rank` samples are real
+        # values, so this padding does not change the `rank`-th largest.
         samples = magnitudes.at[places].get(mode="fill", fill_value=0)
         threshold = selection.kth_largest(samples, sampling.rank)
         if not self.resample:
             threshold = cutting.adapted(magnitudes, threshold, budget)
             return cutting.first(magnitudes, threshold, budget)
         threshold, exact = cutting.lowered(magnitudes, threshold, budget)
-        # Too many: the largest ones.
+        # If the threshold selects too many values, send the largest values.
         threshold = lax.cond(
             exact, lambda: selection.kth_largest(magnitudes, budget), lambda: threshold
         )
@@ -284,15 +265,10 @@ class DGC(Exchange):
 
 
 def _by_rank(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the matrices, which are sent sparse, and the vectors and scalars."""
+    """Returns the matrices, which are sent as sparse values, and the vectors and scalars."""
     return [x for x in leaves if _is_matrix(x)], [x for x in leaves if not _is_matrix(x)]
 
 
 def _is_matrix(leaf: Any) -> bool:
-    # A leaf without elements has no largest value.
+    # An empty leaf has no largest value.
     return leaf.ndim > 1 and leaf.size > 0
-
-
-def _dtype(leaf: Any) -> Any:
-    """The dtype of arithmetic: float32 at least."""
-    return compute_dtype(leaf)

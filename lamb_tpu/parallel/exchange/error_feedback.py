@@ -1,17 +1,19 @@
-"""Error feedback over any contractive compressor C: EF14, EF21 with its variants, and EControl.
+"""Error feedback with any contractive compressor C: EF14, top-k, EF21 and its variants, EControl.
 
-Below, g_i is a device's share of the gradient, so that the gradient is the sum of g_i. References
-work with the mean of the devices' gradients: theirs are `num_devices` times these, and every rule
-scales with them.
+Below, g_i is the share of device i in the gradient, so the gradient is the sum of all g_i. The
+references use the mean of the devices' gradients instead. So a device's gradient in the references
+is `num_devices` times g_i; errors and estimates scale in the same way.
 
-- EF14: p = e_i + g_i, sent is C(p), e_i <- p - C(p). The result is the sum of C(p).
-- EF21: sent is d = C(g_i - h_i), h_i <- h_i + d. The result is the sum of h_i, which every device
-  keeps as h <- h + sum of d.
-- EControl: sent is d = C(eta e_i + g_i - h_i), e_i <- e_i + g_i - h_i - d, h_i <- h_i + d. The
-  result is the sum of h_i.
+Each device has an error e_i or an estimate h_i of its gradient, or both:
 
-The sums over devices of e_i and of h_i are what counts: a run that is resumed on another number of
-devices goes on with the same sums in equal shares, and h remains the sum of h_i.
+- EF14: p = e_i + g_i; the device sends C(p); e_i <- p - C(p). The result is the sum of all C(p).
+- EF21: the device sends d = C(g_i - h_i); h_i <- h_i + d. The result is the sum h of all h_i, which
+  every device stores and updates by the sum of all d.
+- EControl: the device sends d = C(eta e_i + g_i - h_i); e_i <- e_i + g_i - h_i - d; h_i <- h_i + d.
+  The result is h, as in EF21.
+
+A run that resumes on another number of devices continues with the same sums of e_i and of h_i, in
+equal shares, and h remains the sum of all h_i.
 """
 
 import dataclasses
@@ -22,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError
+from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import norms, sparse
-from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.parallel.exchange.base import Exchange, Residual, check_momentum, check_range
 from lamb_tpu.parallel.exchange.compressors import Compressor, Identity, make_compressor
-from lamb_tpu.parallel.exchange.joined import split
 
 Vectors = tuple[jax.Array, ...]
 
@@ -35,16 +38,12 @@ class Compressed(Exchange):
     """Base class of the exchanges with a compressor.
 
     Attributes:
-      axes: the mesh axes to sum over.
-      num_devices: number of devices along these axes.
-      compressor: 'topk', 'sign', 'identity', or a compressor.
+      compressor: 'topk', 'sign', 'identity', or a `Compressor`.
       ratio: the fraction of values that 'topk' sends, in (0, 1].
-      layerwise: whether each leaf is compressed by itself; otherwise all of them as one vector.
-      whole_start: whether the first gradient is sent in full precision.
+      layerwise: True: each leaf is compressed separately; False: all leaves as one vector.
+      whole_start: whether the first gradient is sent uncompressed.
     """
 
-    axes: tuple[str, ...]
-    num_devices: int
     compressor: str | Compressor = "topk"
     ratio: float = 0.01
     layerwise: bool = False
@@ -55,30 +54,29 @@ class Compressed(Exchange):
 
     def at(self, update: int) -> "Compressed":
         if self.whole_start and update == 0:
-            # Without a residual, every rule passes the gradient on under the identity.
+            # With a zero residual and C(x) = x, every rule returns the gradient.
             return dataclasses.replace(self, compressor=Identity())
         return self
 
     def _vectors(self, tree: Any) -> Vectors:
-        """The leaves as vectors of float32 at least: one each, or one in all."""
+        """Returns the leaves as vectors of float32 or wider: one vector per leaf, or one in total."""
         leaves = jax.tree.leaves(tree)
-        with jax.numpy_dtype_promotion("standard"):  # this promotion is meant
+        with jax.numpy_dtype_promotion("standard"):  # this promotion is intended
             dtype = jnp.result_type(jnp.float32, *leaves)
         vectors = [leaf.ravel().astype(dtype) for leaf in leaves]
         return tuple(vectors) if self.layerwise or not vectors else (jnp.concatenate(vectors),)
 
     def _tree(self, vectors: Sequence[jax.Array], like: Any) -> Any:
-        """The leaves of such vectors, in the shapes and dtypes of `like`."""
+        """Inverts `_vectors`: returns leaves in the shapes and dtypes of `like`."""
         leaves, treedef = jax.tree.flatten(like)
         if leaves and not self.layerwise:
             vectors = split(vectors[0], [leaf.size for leaf in leaves])
         return treedef.unflatten(
-            vector.reshape(leaf.shape).astype(leaf.dtype)
-            for vector, leaf in zip(vectors, leaves, strict=True)
+            _map(lambda x, leaf: x.reshape(leaf.shape).astype(leaf.dtype), vectors, leaves)
         )
 
     def _zeros(self, params: Any) -> Vectors:
-        """A vector of zeros for each that is compressed."""
+        """Returns zeros in the shapes of `_vectors`."""
         leaves = jax.tree.leaves(params)
         sparse.check_length(sum(leaf.size for leaf in leaves))
         return jax.tree.map(
@@ -87,21 +85,21 @@ class Compressed(Exchange):
         )
 
     def _sent(self, vectors: Vectors) -> tuple[Vectors, Vectors]:
-        """Returns C of each vector, and its sum over devices."""
+        """Returns C(x) of each vector x, and the sum of C(x) over devices."""
         if not vectors:
             return (), ()
         compressor = make_compressor(self.compressor, self.ratio)
         messages = [compressor.compress(vector) for vector in vectors]
         own = tuple(compressor.decompress(message) for message in messages)
-        return own, tuple(compressor.total(messages, self.axes, self.num_devices))
+        return own, tuple(compressor.total(messages, self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
 class EF14(Compressed):
     """Adds the error of a compression to the next gradient.
 
-    The error is in units of the gradient. Where the learning rate changes, this differs from the
-    form that keeps the error of learning rate times gradient.
+    The error is in units of the gradient. If the learning rate changes, this differs from algorithms
+    that compress the learning rate times the gradient and store the error of that product.
 
     Sources: Seide et al., 1-bit SGD, Interspeech 2014; Stich et al., Sparsified SGD with Memory,
     arXiv:1809.07599.
@@ -117,16 +115,31 @@ class EF14(Compressed):
 
 
 @dataclasses.dataclass(frozen=True)
+class TopK(EF14):
+    """Sends the values of the largest magnitude and their indices, and accumulates the other values.
+
+    Each device selects from its gradient plus the values that it has not sent yet (EF14). To every
+    other device, it sends 8 bytes for each selected value. The options are `ratio` and `layerwise`,
+    see `Compressed`.
+
+    Source: Stich et al., Sparsified SGD with Memory, arXiv:1809.07599.
+    """
+
+    compressor: str = dataclasses.field(default="topk", init=False)
+    whole_start: bool = dataclasses.field(default=False, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class EF21(Compressed):
     """Sends the compressed difference between the gradient and an estimate of it.
 
     Attributes:
-      momentum: the estimate follows a moving average of the own gradient, which keeps this much of
-        itself at each update (EF21-SGDM); 0: the gradient.
-      plus: whether each device sends C(g_i) in place of the difference, and takes it as the
-        estimate, where that is nearer to the gradient (EF21+). Every device then keeps the
-        estimates of all of them, `num_devices` times the size of the gradient, and the run cannot
-        go on with another number of devices.
+      momentum: coefficient of a moving average of the device's gradient; the estimate then follows
+        this average (EF21-SGDM). 0: the estimate follows the gradient.
+      plus: True (EF21+): if C(g_i) is nearer to the gradient than EF21's new estimate, the device
+        sends C(g_i) in place of the difference, and C(g_i) becomes the estimate. Every device stores
+        the estimates of all devices, `num_devices` times the size of the gradient, and a run cannot
+        resume on another number of devices.
 
     Sources: Richtarik et al., EF21, arXiv:2106.05203; Fatkhullin et al., Momentum Provably Improves
     Error Feedback!, arXiv:2305.15155.
@@ -137,10 +150,9 @@ class EF21(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        check_momentum(self.momentum)
         if self.plus and self.momentum:
-            raise ValueError(f"momentum must be 0 with plus=True, not {self.momentum}")
+            raise ArgumentError("momentum", self.momentum, "is invalid with plus=True", "use 0")
 
     def init(self, params: Any) -> Residual:
         zeros = self._zeros(params)
@@ -159,7 +171,7 @@ class EF21(Compressed):
         if self.plus:
             return self._nearer(grads, vectors, residual)
         if self.momentum:
-            # The average begins with the first gradient.
+            # The first average is the first gradient.
             started = residual.whole["count"] > 0
             vectors = device["average"] = _map(
                 lambda average, g: jnp.where(
@@ -176,36 +188,36 @@ class EF21(Compressed):
         return self._tree(whole["estimate"], grads), Residual(device=device, whole=whole)
 
     def _nearer(self, grads: Any, vectors: Vectors, residual: Residual) -> tuple[Any, Residual]:
-        """EF21+: the nearer of the compressed gradient and the estimate plus the difference."""
+        """Applies EF21+, see `plus`; a device's new estimate is the candidate nearer to its gradient."""
         if not vectors:
             return grads, residual
         compressor = make_compressor(self.compressor, self.ratio)
         table = residual.whole["estimates"]
-        place = lax.axis_index(self.axes)
-        estimate = _map(lambda rows: rows[place], table)
-        anew = [compressor.compress(g) for g in vectors]
+        index = lax.axis_index(self.axes)
+        estimate = _map(lambda rows: rows[index], table)
+        direct = [compressor.compress(g) for g in vectors]
         moved = [compressor.compress(g - h) for g, h in zip(vectors, estimate, strict=True)]
-        distance_anew = _distance([compressor.decompress(m) for m in anew], vectors)
+        distance_direct = _distance([compressor.decompress(m) for m in direct], vectors)
         steps = [compressor.decompress(m) for m in moved]
         distance_moved = _distance(_map(jnp.add, estimate, steps), vectors)
-        keeps = distance_moved <= distance_anew
+        is_moved = distance_moved <= distance_direct
         messages = [
-            jax.tree.map(lambda a, b: jnp.where(keeps, a, b), one, other)
-            for one, other in zip(moved, anew, strict=True)
+            jax.tree.map(lambda a, b: jnp.where(is_moved, a, b), one, other)
+            for one, other in zip(moved, direct, strict=True)
         ]
         every = compressor.each(messages, self.axes)
-        kept = lax.all_gather(keeps, self.axes).reshape(-1, 1)
-        table = _map(lambda rows, sent: jnp.where(kept, rows, 0) + sent, table, every)
+        moved_by_device = lax.all_gather(is_moved, self.axes).reshape(-1, 1)
+        table = _map(lambda rows, sent: jnp.where(moved_by_device, rows, 0) + sent, table, every)
         sums = _map(lambda rows: rows.sum(axis=0), table)
         return self._tree(sums, grads), Residual(whole={"estimates": table})
 
 
 @dataclasses.dataclass(frozen=True)
 class EControl(Compressed):
-    """Controls the feedback of the error, and sends one message for it and for the estimate.
+    """EF21 with feedback of a fraction of the error, in the same message.
 
     Attributes:
-      eta: the part of the error that is added to the message; 0 is EF21.
+      eta: the fraction of the error that is added before compression; 0: the results are EF21's.
 
     Source: Gao, Islamov, Stich, EControl, ICLR 2024, arXiv:2311.05645.
     """
@@ -214,8 +226,7 @@ class EControl(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eta < 0:
-            raise ValueError(f"eta must not be negative, not {self.eta}")
+        check_range("eta", self.eta, not self.eta < 0, "at least 0")
 
     def init(self, params: Any) -> Residual:
         zeros = self._zeros(params)
@@ -238,5 +249,5 @@ def _map(function: Any, *vectors: Sequence[jax.Array]) -> Vectors:
 
 
 def _distance(found: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> jax.Array:
-    """The l2 norm of the difference of two lists of vectors."""
+    """Returns the l2 norm of the difference of two lists of vectors."""
     return norms.l2(_map(jnp.subtract, found, vectors))

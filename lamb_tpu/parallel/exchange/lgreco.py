@@ -1,4 +1,4 @@
-"""L-GreCo over PowerSGD: ranks by layer, chosen again from measured errors while training.
+"""L-GreCo with PowerSGD: a rank for each leaf, chosen repeatedly from measured errors.
 
 Reference: see `choosing`.
 """
@@ -13,136 +13,110 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.parallel.exchange import choosing, lowrank, powersgd
-from lamb_tpu.parallel.exchange.base import Exchange, Residual, zeros
+from lamb_tpu.parallel.exchange.base import Residual, check_range
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
-# As in the authors' code: updates whose gradients are averaged before a measurement, and power
-# iterations of it.
+# As in the authors' code: number of updates over which gradients are averaged for a measurement, and
+# number of power iterations of a measurement.
 WINDOW = 10
 ITERATIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class LGreCo(Exchange):
-    """Sends as PowerSGD does, each leaf at a rank of its own.
+class LGreCo(powersgd.LowRank):
+    """Sends gradients like PowerSGD, with a separate rank for each leaf.
 
-    The last 10 updates of each `interval` are averaged on each device, and the error that every
-    rank would leave is measured in the average (the root of the sum of squares over devices). From
-    this small table `chosen` takes the ranks that send the least with at most `factor` times the
-    error of the uniform rank. The state holds the table, so that a resumed run has the same ranks.
-    Each choice needs a program. At most `max_programs` are made; after that the best of the earlier
-    choices is taken.
+    Each device averages the gradients of the last 10 updates of each `interval`, and measures the
+    error that each rank would make in each leaf of the average. A leaf's error is the root of the
+    sum of the devices' squared errors. From this small table of errors, `chosen` takes the ranks
+    that send the fewest values with at most `factor` times the total error of the uniform rank. The
+    state holds the table, so a resumed run has the same ranks. Each different choice of ranks needs
+    a program. After `max_programs` different choices, each later choice is one of these.
 
-    Attributes:
-      axes: mesh axes to sum over.
-      num_devices: the product of their sizes.
-      rank: the uniform rank, at which leaves are sent before the first choice.
-      lower, upper: the least and the largest rank of a leaf, relative to `rank`.
-      factor: the budget of errors, relative to that of the uniform rank. As errors are rounded up,
-        the uniform ranks themselves are just above a budget of 1.
+    `rank` is the uniform rank, which all leaves have before the first choice. The layers of a leaf
+    have the same rank.
+
+    Attributes, in addition to those of `LowRank`:
+      lower, upper: the smallest and the largest rank of a leaf, relative to `rank`.
+      factor: the error budget, relative to the total error of the uniform rank. Because errors are
+        rounded up, the uniform ranks slightly exceed the budget of factor 1.
       interval: number of updates between choices.
-      start: number of first updates in which everything is sent whole.
-      min_saving: a matrix is sent as factors if it has more than this times their values at `rank`.
-      measure: 'power', by power iterations, or 'svd'.
-      error_feedback: add what was not sent to the next gradient.
-      max_programs: largest number of choices.
-      seed: seed of the random numbers.
-      stacked: see `PowerSGD`; the layers of one leaf have one rank.
-      compressing: the stage, see `at`.
-      ranks: the choice, for each leaf that is sent as factors; () before there is one.
+      measure: how errors are measured: 'power', by power iterations, or 'svd'.
+      max_programs: largest number of different choices of ranks.
+      ranks: the chosen rank of each leaf that is sent as factors; () before the first choice.
     """
 
-    axes: tuple[str, ...]
-    num_devices: int
-    rank: int = 4
     lower: float = 0.5
     upper: float = 2.0
     factor: float = 1.0
     interval: int = 100
-    start: int = 0
-    min_saving: float = 2.0
     measure: str = "power"
-    error_feedback: bool = True
     max_programs: int = 8
-    seed: int = 0
-    stacked: tuple[str, ...] = ()
-    compressing: bool = dataclasses.field(default=True, init=False)
     ranks: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        powersgd.check_counts(self, {"rank": 1, "interval": 1, "start": 0, "max_programs": 1})
-        powersgd.check_stacked(self.stacked)
+        super().__post_init__()
+        powersgd.check_counts(self, interval=1, max_programs=1)
         if not 0 <= self.lower <= 1 <= self.upper:
-            raise ValueError(
-                f"lower is {self.lower} and upper {self.upper}, but lower must be from 0 to 1 and "
-                "upper at least 1"
-            )
+            problem = f"with upper={self.upper} is out of range"
+            raise ArgumentError("lower", self.lower, problem, "use 0 <= lower <= 1 <= upper")
         for name in ("factor", "min_saving"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it must be above 0")
+            check_range(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         if self.measure not in ("power", "svd"):
-            raise ValueError(f"measure is {self.measure!r}; known: power, svd")
+            raise ArgumentError("measure", self.measure, "is unknown", "use power or svd")
 
     @property
     def options(self) -> range:
-        """The ranks among which a leaf's is chosen."""
+        """The ranks that a leaf may have."""
         least = max(1, math.floor(self.rank * self.lower))
         return range(least, math.ceil(self.rank * self.upper) + 1)
 
-    def init(self, params: Any) -> Residual:
-        """Returns zero errors and averages, random Q of the largest rank, and no measurement.
+    @property
+    def _largest_rank(self) -> int:
+        return self.options[-1]
 
-        Raises ValueError if no leaf would be sent as factors.
-        """
-        powersgd.check_matrices(self, params)
-        matrices = self.matrices(params)
-        leaves = jax.tree.leaves(params)
-        device = {
-            "average": {
-                m.path: jnp.zeros((m.layers, m.rows, m.columns), jnp.float32) for m in matrices
-            }
-        }
-        if self.error_feedback:
-            device["error"] = {
-                m.path: jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices
-            }
+    def _begun(self, matrices: Sequence[Matrix]) -> Residual:
+        """Returns zero averages, random Q of the largest rank, and no measurement."""
+        zeros = [jnp.zeros((m.layers, m.rows, m.columns), jnp.float32) for m in matrices]
         return Residual(
-            device=device,
+            device={"average": powersgd.named(matrices, zeros)},
             whole={
                 "count": jnp.zeros((), jnp.int32),
                 "q": powersgd.named(matrices, self._draw(matrices, 0)),
-                # The norm of the error of each leaf at each rank; 0 before the first measurement.
+                # Norm of the error of each leaf with each rank; 0 before the first measurement.
                 "errors": jnp.zeros((len(matrices), len(self.options)), jnp.float32),
-                # Choices for which there is a program, in their order; 0 where there is none yet.
+                # Rows of ranks for which there is a program, in the order of their choice; unused
+                # rows are 0.
                 "choices": jnp.zeros((self.max_programs, len(matrices)), jnp.int32),
             },
         )
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
-        leaves, treedef = jax.tree.flatten(grads)
-        if not self.compressing:
-            return treedef.unflatten(lowrank.add_up(leaves, self.axes)), residual
-        matrices, device, whole = self.matrices(grads), residual.device, residual.whole
-        own = powersgd.with_errors(leaves, matrices, device.get("error", ()))
+    def _errors(self, residual: Residual) -> Any:
+        return residual.device.get("error")
+
+    def _with_errors(self, residual: Residual, errors: dict[str, jax.Array]) -> Residual:
+        found = {"error": errors} if self.error_feedback else {}
+        return residual._replace(device=residual.device | found)
+
+    def _sums(
+        self,
+        matrices: Sequence[Matrix],
+        own: list[jax.Array],
+        rest: list[jax.Array],
+        residual: Residual,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Residual]:
+        device, whole = residual.device, residual.whole
         average, squares = self._measured(matrices, own, device["average"], whole["count"])
-        rest = powersgd.whole_leaves(leaves, matrices)
         ranks = self.ranks or (self.rank,) * len(matrices)
-        # A Q has as many columns as the largest rank, or as the smaller side of its matrix.
+        # The number of columns of Q is the smaller of the largest rank and its matrix's smaller side.
         given = [whole["q"][m.path][:, :, :rank] for m, rank in zip(matrices, ranks, strict=True)]
-        p, own_q, q, (*rest, squares) = powersgd.power_iterations(
+        found, left, q, (*rest, squares) = powersgd.power_iterations(
             own, given, [*rest, squares], 1, self.axes
         )
-        new = {"average": average}
-        if self.error_feedback:
-            new["error"] = {
-                m.path: (matrix - lowrank.outer(*pair)).reshape(leaves[m.number].shape)
-                for m, matrix, *pair in zip(matrices, own, p, own_q, strict=True)
-            }
-        found = [lowrank.outer(*pair) for pair in zip(p, q, strict=True)]
-        reduced = powersgd.merged(leaves, matrices, found, rest)
         count = whole["count"] + 1
-        # Columns beyond the rank are random, for the day it grows.
+        # Fill the columns of Q beyond the rank with random numbers, in case the rank grows.
         fresh = [
             lax.dynamic_update_slice(
                 drawn, powersgd.revived(kept, drawn[:, :, : kept.shape[2]]), (0, 0, 0)
@@ -150,57 +124,42 @@ class LGreCo(Exchange):
             for kept, drawn in zip(q, self._draw(matrices, count), strict=True)
         ]
         measured = count % self.interval == 0
-        return treedef.unflatten(reduced), Residual(
-            new,
-            (),
-            {
-                "count": count,
-                "q": powersgd.named(matrices, fresh),
-                "errors": jnp.where(measured, jnp.sqrt(squares), whole["errors"]),
-                "choices": _with_choice(whole["choices"], ranks),
-            },
-        )
-
-    def reset(self, residual: Residual) -> Residual:
-        """Returns zero errors and averages. Factors, ranks and the interval go on."""
-        return residual._replace(device=zeros(residual.device))
+        new = {
+            "count": count,
+            "q": powersgd.named(matrices, fresh),
+            "errors": jnp.where(measured, jnp.sqrt(squares), whole["errors"]),
+            "choices": _with_choice(whole["choices"], ranks),
+        }
+        return found, left, rest, Residual({"average": average}, (), new)
 
     def skipped(self, before: Residual, after: Residual) -> Residual:
-        """Returns the residual before, with a count that goes on: `due` goes by updates."""
-        # With an inner axis of the mesh there is a count for each of its devices, all alike.
-        begins = jnp.all(self._place(before.whole["count"]) == 0)
-        # The window's first update would have discarded the average of the window before.
+        """Returns the residual before the update, but with the new count: `due` counts all updates."""
+        # If the mesh has an inner axis, all counts along it are equal.
+        begins = jnp.all(self._position(before.whole["count"]) == 0)
+        # The first update of a window discards the previous window's average, even if it is skipped.
         average = jax.tree.map(lambda x: jnp.where(begins, 0, x), before.device["average"])
         return before._replace(
             device={**before.device, "average": average},
             whole={**before.whole, "count": after.whole["count"]},
         )
 
-    def at(self, update: int) -> "LGreCo":
-        """Returns the exchange of an update: not compressing, or compressing."""
-        return powersgd.staged(self, compressing=update >= self.start)
-
     def due(self, update: int) -> bool:
-        """Returns whether `chosen` may change the ranks after `update` completed ones."""
+        """Returns whether `chosen` may change the ranks after `update` completed updates."""
         return update > self.start and (update - self.start) % self.interval == 0
 
     def chosen(self, params: Any, whole: Any) -> "LGreCo":
         """Returns the exchange with the ranks that the latest measurement gives.
 
-        It is a function of the state alone: a run that is resumed between two measurements gets the
-        ranks that it had.
-
-        Args:
-          params: arrays or `jax.ShapeDtypeStruct`s, as for `init`.
-          whole: `Residual.whole`.
+        The ranks are a function of the state, so a run that resumes between two measurements gets
+        the same ranks.
         """
         errors, choices = (np.asarray(whole[name], np.float64) for name in ("errors", "choices"))
-        if errors.ndim == 3:  # devices of an inner axis have parts of each leaf, and one choice
+        if errors.ndim == 3:  # the first axis is over inner devices, which have shards of each leaf
             errors, choices = np.sqrt(np.sum(errors**2, axis=0)), choices[0]
         sizes = self.sizes(self.matrices(params))
         reference = self.options.index(self.rank)
         choice = choosing.choose(errors, sizes, reference, self.factor)
-        if choice is None:  # no measurement yet, or a budget that no ranks keep
+        if choice is None:  # no measurement yet, or no ranks within the budget
             return powersgd.staged(self, ranks=())
         ranks = tuple(self.options[option] for option in choice)
         known = [tuple(map(int, row)) for row in choices if any(row)]
@@ -208,52 +167,38 @@ class LGreCo(Exchange):
             ranks = self._best(known, errors, sizes)
         return powersgd.staged(self, ranks=ranks)
 
-    def matrices(self, params: Any) -> list[Matrix]:
-        """Returns the leaves that are sent as factors."""
-        return lowrank.find(
-            params,
-            self.stacked,
-            lambda rows, columns: powersgd.saves(rows, columns, self.rank, self.min_saving),
-        )
-
     def sizes(self, matrices: Sequence[Matrix]) -> np.ndarray:
-        """Returns the number of values that each rank sends of each leaf, (leaves, ranks).
+        """Returns the number of values that are sent for each leaf with each rank, (leaves, ranks).
 
-        Ranks above a matrix's smaller side count one value more than the side does, so that they
-        are not chosen.
+        A rank above the smaller side of a matrix counts one value more than the rank that equals
+        this side, so that it is not chosen.
         """
-        return np.array(
-            [
-                [
-                    m.layers * (min(rank, m.rows, m.columns) * (m.rows + m.columns))
-                    + (rank > min(m.rows, m.columns))
-                    for rank in self.options
-                ]
-                for m in matrices
-            ],
-            np.float64,
-        )
+        ranks = np.array(self.options)
 
-    def _draw(self, matrices: Sequence[Matrix], count: jax.Array | int) -> list[jax.Array]:
-        columns = [m.columns for m in matrices]
-        ranks = [min(self.options[-1], m.rows, m.columns) for m in matrices]
-        return lowrank.random_factors(matrices, columns, ranks, self.seed, count)
+        def of(m: Matrix) -> np.ndarray:
+            side = min(m.rows, m.columns)
+            return m.layers * (m.rows + m.columns) * np.minimum(ranks, side) + (ranks > side)
+
+        return np.array([of(m) for m in matrices], np.float64)
 
     def _measured(
         self, matrices: Sequence[Matrix], own: Sequence[jax.Array], average: Any, count: jax.Array
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns the new average, and at the end of an interval its squared errors, else zeros."""
-        window, place = min(WINDOW, self.interval), self._place(count)
+        """Returns the new average and the squared errors of its approximations.
+
+        The errors are 0 except at the last update of an interval.
+        """
+        window, position = min(WINDOW, self.interval), self._position(count)
         kept = [average[m.path] for m in matrices]
 
         def add() -> list[jax.Array]:
-            # Begins with zeros: the average of the interval before is still there.
+            # At the start of a window, discard the average of the previous window.
             return [
-                jnp.where(place == 0, 0, sums) + matrix / window
+                jnp.where(position == 0, 0, sums) + matrix / window
                 for sums, matrix in zip(kept, own, strict=True)
             ]
 
-        new = lax.cond(place >= 0, add, lambda: kept)
+        new = lax.cond(position >= 0, add, lambda: kept)
         starts = self._draw(matrices, count)
 
         def errors() -> jax.Array:
@@ -265,38 +210,40 @@ class LGreCo(Exchange):
             )
 
         nothing = jnp.zeros((len(matrices), len(self.options)), jnp.float32)
-        squares = lax.cond(place == window - 1, errors, lambda: nothing)
+        squares = lax.cond(position == window - 1, errors, lambda: nothing)
         return powersgd.named(matrices, new), squares
 
-    def _place(self, count: jax.Array) -> jax.Array:
-        """Returns the position of an update in its window; below 0 before the window begins."""
+    def _position(self, count: jax.Array) -> jax.Array:
+        """Returns the index of an update in its window; negative before the window begins."""
         return count % self.interval - (self.interval - min(WINDOW, self.interval))
 
     def _best(
         self, known: Sequence[tuple[int, ...]], errors: np.ndarray, sizes: np.ndarray
     ) -> tuple[int, ...]:
-        """Returns the smallest known choice within the budget, or that of the least error."""
-        layers = np.arange(len(errors))
-        columns = [[self.options.index(rank) for rank in ranks] for ranks in known]
-        totals = [float(errors[layers, column].sum()) for column in columns]
-        size = [float(sizes[layers, column].sum()) for column in columns]
+        """Returns the known choice that sends the fewest values within the budget.
+
+        If no known choice is within the budget, returns the one with the least error.
+        """
         target = choosing.budget(errors, self.options.index(self.rank), self.factor)
-        within = [index for index, total in enumerate(totals) if total <= target]
-        if within:
-            return known[min(within, key=lambda index: size[index])]
-        return known[int(np.argmin(totals))]
+
+        def cost(ranks: tuple[int, ...]) -> tuple[bool, float]:
+            columns = [self.options.index(rank) for rank in ranks]
+            error, size = (float(t[np.arange(len(t)), columns].sum()) for t in (errors, sizes))
+            return (False, size) if error <= target else (True, error)
+
+        return min(known, key=cost)
 
 
 def squared_errors(
     matrices: jax.Array, start: jax.Array, ranks: Sequence[int], measure: str
 ) -> jax.Array:
-    """Returns the squared norm of what approximations of each rank leave out, (ranks,).
+    """Returns the squared norm of the error of an approximation with each rank, (ranks,).
 
     Args:
-      matrices: stack (layers, rows, columns); the squares are summed over it.
+      matrices: stack (layers, rows, columns); squared errors are summed over layers.
       start: random numbers for power iterations, (layers, columns, largest rank).
       ranks: the ranks, ascending.
-      measure: 'svd', for the best approximations, or 'power', for those of power iterations.
+      measure: 'svd' for the best approximations, or 'power' for power iterations.
     """
     if measure == "svd":
         squares = jnp.square(jnp.linalg.svd(matrices, compute_uv=False))
@@ -309,18 +256,20 @@ def squared_errors(
             return p, lowrank.transposed_times(matrices, p)
 
         p, q = lax.fori_loop(0, ITERATIONS, iterate, (lowrank.times(matrices, start), start))
-        # The first columns are those of an iteration with so many columns, as one becomes
-        # orthonormal after the other; each takes its square out of what is left.
+        # The first k columns of P and Q equal those of a power iteration with rank k, because
+        # columns are orthonormalised one after the other. Each column of Q reduces the squared error
+        # by its squared norm.
         squares = jnp.sum(jnp.square(q), axis=1)
         beyond = jnp.sum(jnp.square(matrices - lowrank.outer(p, q)), axis=(1, 2))
-    # Sums from the smallest on: the difference of two large sums would be rounding.
+    # Sum the squares beyond each rank directly, the last first. The difference of two large sums
+    # would be mostly rounding error.
     tails = jnp.cumsum(squares[:, ::-1], axis=1)[:, ::-1]
     tails = jnp.pad(tails, ((0, 0), (0, max(0, ranks[-1] + 1 - tails.shape[1]))))
     return jnp.sum(tails[:, np.asarray(ranks)] + beyond[:, None], axis=0)
 
 
 def _with_choice(choices: jax.Array, ranks: Sequence[int]) -> jax.Array:
-    """Returns the choices with `ranks` in the first free row, unless they are there."""
+    """Returns the choices with `ranks` in the first free row, unless it is known or no row is free."""
     row = jnp.asarray(ranks, jnp.int32)
     known = jnp.any(jnp.all(choices == row, axis=1))
     free = jnp.argmin(jnp.any(choices != 0, axis=1))

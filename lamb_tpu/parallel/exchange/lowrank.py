@@ -1,8 +1,8 @@
 """Matrices of a gradient, and their approximation by two thin factors that devices sum.
 
-With M the sum of the devices' matrices, a step of the power iteration is P = M Q, orthonormal
-columns in place of P's, and Q = M^T P; P Q^T then approximates M. Both products are linear in M, so
-each device multiplies its own matrix and only the factors are summed.
+Let M be the sum of the devices' matrices. A step of the power iteration computes P = M Q, makes the
+columns of P orthonormal, and computes Q = M^T P. Then P Q^T approximates M. Both products are
+linear in M, so each device multiplies its matrix and only the factors are summed.
 """
 
 import math
@@ -16,21 +16,16 @@ from jax import lax
 
 from lamb_tpu.optim import parameters
 
-# A column that is closer to the span of those before it, relative to its norm, is only rounding.
+# A column whose distance from the span of earlier columns, relative to its norm, is smaller than
+# this is only rounding error.
 _DEPENDENT = 1e-6
 _PRECISE = lax.Precision.HIGHEST
 
 
 class Matrix(NamedTuple):
-    """A leaf of the gradient that is seen as `layers` matrices of (rows, columns).
+    """A leaf of the gradient as `layers` matrices of (rows, columns)."""
 
-    Attributes:
-      number: the leaf's place among all leaves.
-      path: the leaf's path, joined by '/'.
-      layers, rows, columns: the shape of the stack of matrices.
-    """
-
-    number: int
+    number: int  # index among all leaves
     path: str
     layers: int
     rows: int
@@ -40,16 +35,17 @@ class Matrix(NamedTuple):
 def find(params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool]) -> list[Matrix]:
     """Returns the leaves that are sent as factors.
 
-    A leaf's axes are cut into leading and trailing ones where rows + columns is least, the later
-    place of two that are alike: (in, out) for a dense layer, (height * width * in, out) for a
-    convolution, (width, heads * size) for attention. PyTorch's kernels have `out` first, and the
-    references' matrices are therefore the transposes of these.
+    The leading axes of a leaf form the rows and the trailing axes the columns. The cut between them
+    is where rows + columns is least, or the later of two such cuts: (in, out) for a dense layer,
+    (height * width * in, out) for a convolution, (width, heads * size) for attention. PyTorch's
+    kernels have `out` first, so the matrices of the references are transposed.
+
+    Leaves with fewer than two axes, not counting the axis of layers, are never sent as factors.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      stacked: regular expressions over paths of leaves whose first axis stacks layers.
-      worth: whether matrices of (rows, columns) are sent as factors; leaves with fewer than two
-        axes besides that of layers never are.
+      stacked: regular expressions over paths of leaves; the first axis of these stacks layers.
+      worth: returns whether matrices of (rows, columns) are sent as factors.
     """
     found = []
     leaves = zip(parameters.leaf_paths(params), jax.tree.leaves(params), strict=True)
@@ -66,44 +62,37 @@ def find(params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool])
     return found
 
 
-def to_matrices(leaf: jax.Array, matrix: Matrix) -> jax.Array:
-    """Returns a leaf as float32 of (layers, rows, columns)."""
-    return leaf.reshape(matrix[-3:]).astype(jnp.float32)
-
-
 def add_up(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """Sums arrays over mesh axes in float32 and in one collective."""
     if not arrays:
         return []
     flat = jnp.concatenate([array.astype(jnp.float32).ravel() for array in arrays])
-    # A float32 on the wire also where the compiler would send a narrower dtype that it came from.
+    # Sum one concatenated float32 array. Otherwise the compiler might send arrays in their narrower
+    # dtype and cast them afterwards.
     parts = jnp.split(lax.psum(flat, axes), np.cumsum([array.size for array in arrays])[:-1])
     return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def times(matrices: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns M F of stacks (layers, rows, columns) and (layers, columns, rank)."""
+    """Returns the products M F for stacks M, (layers, rows, columns), and F, (layers, columns, rank)."""
     return jnp.einsum("lnm,lmr->lnr", matrices, factor, precision=_PRECISE)
 
 
 def transposed_times(matrices: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns M^T F of stacks (layers, rows, columns) and (layers, rows, rank)."""
+    """Returns the products M^T F for stacks M, (layers, rows, columns), and F, (layers, rows, rank)."""
     return jnp.einsum("lnm,lnr->lmr", matrices, factor, precision=_PRECISE)
 
 
 def outer(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns P Q^T of stacks (layers, rows, rank) and (layers, columns, rank)."""
+    """Returns the products P Q^T for stacks P, (layers, rows, rank), and Q, (layers, columns, rank)."""
     return jnp.einsum("lnr,lmr->lnm", left, right, precision=_PRECISE)
 
 
 def orthonormalise(factors: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns orthonormal columns that span those of each factor, one column after the other.
+    """Orthonormalises the columns of each factor, one column after the other.
 
-    Factors of one shape are treated together. A column in the span of those before it, such as a
-    column of zeros, becomes 0.
-
-    Args:
-      factors: stacks of matrices, (layers, rows, rank).
+    Factors are stacks (layers, rows, rank); factors with the same rows and rank are processed
+    together. A column in the span of earlier columns, such as a column of zeros, becomes 0.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, factor in enumerate(factors):
@@ -117,49 +106,41 @@ def orthonormalise(factors: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _orthonormal(factor: jax.Array) -> jax.Array:
-    """Gram-Schmidt of (layers, rows, rank), with each projection taken out twice.
+    """Applies Gram-Schmidt to (layers, rows, rank), and subtracts each projection twice.
 
-    Once would leave columns that are nearly dependent far from orthogonal in float32.
+    With one subtraction, nearly dependent columns would be far from orthogonal in float32.
     """
-    # Squares of a small gradient would underflow.
+    # Scale the factor, because squares of a small gradient would underflow.
     largest = jnp.max(jnp.abs(factor), axis=(1, 2), keepdims=True)
     factor = factor / jnp.where(largest > 0, largest, 1)
 
-    # A loop, as programs of many ranks and shapes would take long to compile.
+    # Use a loop, because unrolled code for many ranks and shapes would take long to compile.
     def add(index: jax.Array, basis: jax.Array) -> jax.Array:
         column = lax.dynamic_slice_in_dim(factor, index, 1, axis=2)
         before = jnp.linalg.norm(column, axis=1, keepdims=True)
         for _ in range(2):
             column = column - times(basis, transposed_times(basis, column))
         norm = jnp.linalg.norm(column, axis=1, keepdims=True)
-        kept = norm > _DEPENDENT * before
-        column = jnp.where(kept, column / jnp.where(kept, norm, 1), 0)
+        is_independent = norm > _DEPENDENT * before
+        column = jnp.where(is_independent, column / jnp.where(is_independent, norm, 1), 0)
         return lax.dynamic_update_slice_in_dim(basis, column, index, axis=2)
 
     return lax.fori_loop(0, factor.shape[2], add, jnp.zeros_like(factor))
 
 
 def random_factors(
-    matrices: Sequence[Matrix],
-    sides: Sequence[int],
-    ranks: Sequence[int],
-    seed: int,
-    count: jax.Array | int,
+    matrices: Sequence[Matrix], rank: int, seed: int, count: jax.Array | int, side: str = "columns"
 ) -> list[jax.Array]:
-    """Returns normal numbers (layers, side, rank) for each matrix, the same on every device.
+    """Returns normally distributed numbers for each matrix, the same on every device.
 
-    Args:
-      matrices: the leaves.
-      sides: number of rows of each factor.
-      ranks: number of columns of each factor.
-      seed: seed of all draws.
-      count: number of this draw.
+    The shape is (layers, rows, rank) or (layers, columns, rank), depending on `side`. The rank is at
+    most the smaller side of the matrix. Numbers with another `seed` or `count` are different.
     """
-    # By name, so that the draws are the same where jax is configured for another generator.
+    # Name the random generator, so that the numbers do not depend on the configuration of JAX.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
-    return [
-        jax.random.normal(
-            jax.random.fold_in(key, matrix.number), (matrix.layers, side, rank), jnp.float32
-        )
-        for matrix, side, rank in zip(matrices, sides, ranks, strict=True)
-    ]
+
+    def draw(m: Matrix) -> jax.Array:
+        shape = (m.layers, getattr(m, side), min(rank, m.rows, m.columns))
+        return jax.random.normal(jax.random.fold_in(key, m.number), shape, jnp.float32)
+
+    return [draw(m) for m in matrices]

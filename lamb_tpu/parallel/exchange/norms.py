@@ -1,7 +1,8 @@
-"""Norms of vectors whose squares overflow or underflow.
+"""Norms of vectors, also if squares of the values overflow or underflow.
 
-In float32, squares overflow from 1.8e19 on, and below 1e-19 they are 0. A power of two is divided
-out first, which is exact: where squares are in range, the result has the same bits.
+In float32, squares of values above 1.8e19 overflow, and squares of values far below 1e-19 are 0. The
+values are first divided by a power of two, which is exact: if all squares are in range, the result
+has the same bits as without the division.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 
 def l2(vectors: Sequence[jax.Array]) -> jax.Array:
-    """Returns the l2 norm of some real vectors together, a scalar of their dtype.
+    """Returns the l2 norm of the concatenation of real vectors, a scalar of their dtype.
 
     >>> print(l2([jnp.array([3e30]), jnp.array([4e30])]))
     5e+30
@@ -32,7 +33,7 @@ def root_mean_square(values: jax.Array) -> jax.Array:
 
 
 def power_of_two(largest: jax.Array) -> jax.Array:
-    """Returns the largest power of two not above a value; 1 for 0, infinity and NaN.
+    """Returns the largest power of two that does not exceed a value; 1 for 0, infinity and NaN.
 
     >>> print(power_of_two(jnp.float32(5.0)), power_of_two(jnp.float32(0.0)))
     4.0 1.0

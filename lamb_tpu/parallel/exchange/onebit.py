@@ -1,8 +1,9 @@
-r"""One bit a value: signs with one scale, and error feedback on both ways.
+r"""One bit per value: signs with one scale, and error feedback in both directions.
 
-Each device sends to each other device, the server of a chunk, the packed signs of that chunk and
-one scale. The server adds the chunks up, compresses the sum in the same way, and sends it to all.
-What a compression loses is added before the next one: by the device, and by the server.
+Each device is the server of one chunk of the gradient. Every device sends the packed signs of each
+chunk, and a scale, to the chunk's server. The server adds up the devices' chunks, compresses the sum
+in the same way, and sends it to all devices. Devices and servers add the error of a compression to
+the values of the next compression.
 """
 
 import dataclasses
@@ -15,45 +16,42 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.optim import checks
 from lamb_tpu.parallel import collectives
+from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import norms
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
-from lamb_tpu.parallel.exchange.joined import split
 
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(Exchange):
-    r"""Sends signs, eight to a byte, and the root mean square of what they stand for.
+    r"""Sends signs, eight to a byte, and the root mean square of the values.
 
-    With :math:`u_k` the values of device k plus its error, the chunk s of the sum is
+    Let :math:`u_k` be the values of device k plus its error. Chunk s of the result is :math:`C_s`:
 
     .. math::
       c_k &= \|u_k\| / \sqrt{N} \, \mathrm{sgn}(u_k), \quad e_k = u_k - c_k \\
       y_s &= \sum_k c_{k,s} + e'_s, \quad
       C_s = \|y_s\| / \sqrt{N / n} \, \mathrm{sgn}(y_s), \quad e'_s = y_s - C_s
 
-    where sgn(0) = 1, N is the padded length and n the number of devices. Padding counts in N, as in
-    DeepSpeed. A device sends N / 8 bytes (n - 1) / n times in both directions, 1/32 of float32's.
+    where sgn(0) = 1, n is the number of devices and N the length, including padding as in DeepSpeed.
+    A device sends (n - 1) / n * N / 8 bytes in each direction, 1/32 of the bytes of float32.
 
     Attributes:
-      axes: the mesh axes to sum over.
-      num_devices: n, the number of devices along these axes.
-      per_leaf: one scale for each leaf, as in 1-bit Adam; False for one buffer of all leaves with
-        one scale, as in 1-bit LAMB. Either way all leaves are sent together.
-      multiple: a chunk's length is a multiple of it, itself one of 8. DeepSpeed's is the least
-        common multiple of n and 8.
+      per_leaf: True: each leaf is a buffer with its own scale, as in 1-bit Adam. False: all leaves
+        form one buffer with one scale, as in 1-bit LAMB. In both cases all leaves are sent together.
+      multiple: the length of a chunk is a multiple of this number, which must be a multiple of 8.
+        DeepSpeed uses the least common multiple of n and 8.
 
-    The residual has in `device` the flat errors of this device, a tuple with one vector a buffer,
-    and in `split` those of its chunks as a server.
+    In the residual, `device` has the errors of this device, a tuple with a flat vector per buffer,
+    and `split` has the errors that this device makes as a server, for its chunk of each buffer.
 
     References:
-      Tang et al., 1-bit Adam, arXiv:2102.02888; NcclBackend.compressed_allreduce of DeepSpeed,
-      which gives the mean where this gives the sum.
+      Tang et al., 1-bit Adam, arXiv:2102.02888; DeepSpeed's NcclBackend.compressed_allreduce, which
+      returns the mean instead of the sum.
     """
 
-    axes: tuple[str, ...]
-    num_devices: int
     per_leaf: bool = True
     multiple: int = 8
 
@@ -61,7 +59,7 @@ class OneBit(Exchange):
         checks.check_flag("per_leaf", self.per_leaf)
         checks.check_whole("multiple", self.multiple, lowest=8)
         if self.multiple % 8:
-            raise ValueError(f"multiple must be a multiple of 8, not {self.multiple!r}")
+            raise ArgumentError("multiple", self.multiple, "is not a multiple of 8", "use 8 or 16")
 
     def init(self, params: Any) -> Residual:
         lengths = [self._padded(sum(sizes)) for sizes in self._buffers(params)]
@@ -82,50 +80,31 @@ class OneBit(Exchange):
             jnp.pad(values, (0, len(error) - len(values))) + error
             for values, error in zip(flat, residual.device, strict=True)
         ]
-        # From here on rows are chunks: row i is for device i. There is one scale a buffer.
-        chunks = [values.reshape(self.num_devices, -1) for values in sent]
-        scales = jnp.stack([norms.root_mean_square(values) for values in sent])
-        errors = tuple(
-            values - _signed(values, scale) for values, scale in zip(sent, scales, strict=True)
-        )
-        widths = [chunk.shape[1] // 8 for chunk in chunks]
-        packed = _with_scales([pack(chunk) for chunk in chunks], scales)
+        packed, errors = _compressed(sent, self.num_devices)
         packed = lax.all_to_all(packed, self.axes, 0, 0, tiled=True)
-        scales = _scales(packed, sum(widths))  # (devices, buffers)
-        summed = [
-            jnp.sum(unpack(rows, scales[:, index]), 0) + error
-            for index, (rows, error) in enumerate(
-                zip(split(packed, widths), residual.split, strict=True)
-            )
-        ]
-        scales = jnp.stack([norms.root_mean_square(chunk) for chunk in summed])
-        server_errors = tuple(
-            chunk - _signed(chunk, scale) for chunk, scale in zip(summed, scales, strict=True)
-        )
-        packed = _with_scales([pack(chunk[None]) for chunk in summed], scales)
+        widths = [len(error) // 8 for error in residual.split]
+        received = zip(_received(packed, widths), residual.split, strict=True)
+        summed = [jnp.sum(rows, 0) + error for rows, error in received]
+        packed, server_errors = _compressed(summed, 1)
         packed = collectives.gather_rows(packed[0], self.axes)
-        scales = _scales(packed, sum(widths))
-        whole = [
-            unpack(rows, scales[:, index]).ravel()
-            for index, rows in enumerate(split(packed, widths))
-        ]
-        pieces = [
-            piece
-            for values, sizes in zip(whole, buffers, strict=True)
-            for piece in split(values, sizes)  # without the padding
+        segments = [
+            segment
+            for rows, sizes in zip(_received(packed, widths), buffers, strict=True)
+            for segment in split(rows.ravel(), sizes)  # without the padding
         ]
         sums = [
-            piece.reshape(leaf.shape).astype(leaf.dtype)
-            for piece, leaf in zip(pieces, leaves, strict=True)
+            segment.reshape(leaf.shape).astype(leaf.dtype)
+            for segment, leaf in zip(segments, leaves, strict=True)
         ]
         return treedef.unflatten(sums), Residual(errors, server_errors, residual.whole)
 
     def _buffers(self, tree: Any) -> list[list[int]]:
-        """The sizes of the leaves of each buffer."""
+        """Returns a list for each buffer, with the sizes of its leaves."""
         leaves = jax.tree.leaves(tree)
         for leaf in leaves:
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                raise ValueError(f"onebit sends signs, which complex numbers ({leaf.dtype}) lack")
+                problem = f"sends signs, which complex numbers ({leaf.dtype}) lack"
+                raise ArgumentError("name", "onebit", problem, "use another exchange")
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         if self.per_leaf:
             return [[size] for size in sizes]
@@ -137,10 +116,10 @@ class OneBit(Exchange):
 
 
 def pack(values: jax.Array) -> jax.Array:
-    """Packs signs into bytes, (rows, 8 w) to (rows, w) of uint8; a value >= 0 gives the bit 1.
+    """Packs signs into bytes, from (rows, 8 w) to uint8 (rows, w); a value >= 0 gives the bit 1.
 
-    Bit i of byte j is that of the value i w + j: eight long slices, not eight neighbours, which a
-    TPU would have to shuffle.
+    Bit i of byte j belongs to the value with index i w + j. So packing combines eight long slices. A
+    TPU would have to shuffle values to pack eight neighbours into a byte.
     """
     rows, width = values.shape
     bits = (values.reshape(rows, 8, *collectives.lane_shape(width // 8)) >= 0).astype(jnp.uint8)
@@ -149,27 +128,33 @@ def pack(values: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns scale or -scale for each sign: (rows, w) and (rows,) to (rows, 8 w), see `pack`."""
+    """Inverts `pack`: from signs (rows, w) and scales (rows,) to values +-scale, (rows, 8 w)."""
     rows, width = packed.shape
     shape = collectives.lane_shape(width)
     ones = (1,) * len(shape)
-    places = jnp.arange(8, dtype=jnp.uint8).reshape(1, 8, *ones)
-    bits = (packed.reshape(rows, 1, *shape) >> places) & jnp.uint8(1)
+    shifts = jnp.arange(8, dtype=jnp.uint8).reshape(1, 8, *ones)
+    bits = (packed.reshape(rows, 1, *shape) >> shifts) & jnp.uint8(1)
     scales = scales.reshape(rows, 1, *ones)
     return jnp.where(bits != 0, scales, -scales).reshape(rows, -1)
 
 
-def _with_scales(packed: list[jax.Array], scales: jax.Array) -> jax.Array:
-    """Joins packed signs of (rows, bytes), and appends the bytes of the scales to each row."""
+def _compressed(buffers: list[jax.Array], rows: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the packed signs of vectors with their scales, (rows, bytes), and the vectors' errors.
+
+    Each vector is cut into `rows` rows; row i is for device i. Every row ends with all scales.
+    """
+    scales = jnp.stack([norms.root_mean_square(values) for values in buffers])
+    errors = [
+        values - jnp.where(values >= 0, scale, -scale)
+        for values, scale in zip(buffers, scales, strict=True)
+    ]
     tail = lax.bitcast_convert_type(scales, jnp.uint8).ravel()
-    return jnp.concatenate([*packed, jnp.tile(tail, (len(packed[0]), 1))], 1)
+    packed = [pack(values.reshape(rows, -1)) for values in buffers]
+    return jnp.concatenate([*packed, jnp.tile(tail, (rows, 1))], 1), tuple(errors)
 
 
-def _scales(packed: jax.Array, width: int) -> jax.Array:
-    """Returns the scales that `_with_scales` put behind `width` bytes, (rows, buffers)."""
-    tail = packed[:, width:].reshape(len(packed), -1, 4)
-    return lax.bitcast_convert_type(tail, jnp.float32)
-
-
-def _signed(values: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.where(values >= 0, scale, -scale)
+def _received(packed: jax.Array, widths: list[int]) -> list[jax.Array]:
+    """Returns the values of each vector, (rows, 8 width), from bytes that `_compressed` packed."""
+    tail = packed[:, sum(widths) :].reshape(len(packed), -1, 4)
+    scales = lax.bitcast_convert_type(tail, jnp.float32)  # (rows, vectors)
+    return [unpack(part, scales[:, i]) for i, part in enumerate(split(packed, widths))]

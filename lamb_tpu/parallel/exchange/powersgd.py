@@ -7,183 +7,261 @@ Distributed Optimization", https://arxiv.org/abs/1905.13727.
 import copy
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import lowrank
-from lamb_tpu.parallel.exchange.base import Exchange, Residual, zeros
+from lamb_tpu.parallel.exchange.base import Exchange, Residual, check_range, zeros
 from lamb_tpu.parallel.exchange.lowrank import Matrix
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(Exchange):
-    """Sends each matrix M of (rows, columns) as P, (rows, rank), and Q, (columns, rank).
+class LowRank(Exchange):
+    """Base of the exchanges that send matrices as two thin factors, and other leaves uncompressed.
 
-    With M a device's gradient and its error from the update before: P = M Q is summed over devices
-    and made orthonormal, Q = M^T P is summed, and P Q^T is the result. The device keeps the error
-    M - P (M^T P)^T of its own matrix. (Most codes keep M less the devices' mean of the result. The
-    sum over devices, on which alone the results depend, is the same; but that form also adds up how
-    a device's gradients differ from the mean, and grows without bound.)
-
-    An update has two collectives of float32, one of all P and of the leaves that are sent whole,
-    and one of all Q. Leaves with one axis are sent whole, and so are matrices for which factors
-    would not save enough: in particular those with a side not above the rank.
-
-    A column of Q that became 0, because the gradient was, starts afresh from random numbers.
+    Leaves with fewer than two axes are sent uncompressed. So are matrices for which factors save too
+    little, for example if one side is no longer than the rank.
 
     Attributes:
-      axes: mesh axes to sum over.
-      num_devices: the product of their sizes.
       rank: number of columns of the factors.
-      start: number of first updates in which everything is sent whole.
-      min_saving: a matrix is sent as factors if it has more than this times their values.
-      iterations: number of power iterations in an update.
-      warm_start: begin with the Q of the update before; otherwise with random numbers.
-      error_feedback: add what was not sent to the next gradient.
-      alternate: compute and send only one factor in an iteration, Q from P and P from Q in turn,
-        as the authors' package does. Each iteration approximates what the one before left.
+      start: number of updates, at the beginning of a run, that send everything uncompressed.
+      min_saving: a matrix is sent as factors if its number of values is more than `min_saving` times
+        that of its factors with `rank` columns.
+      error_feedback: whether to add the error to the next gradient.
       seed: seed of the random numbers.
-      stacked: regular expressions over the paths of leaves whose first axis stacks layers, as a
-        scan over layers does; each layer is a matrix then. A run takes those of its model, if it is
-        left out.
-      compressing, turn: the stage, see `at`.
+      stacked: regular expressions over paths of leaves; the first axis of these leaves stacks
+        layers, as in a scan over layers, and each layer is a matrix. By default a run uses the
+        expressions of its model.
+      compressing: the stage, see `at`.
     """
 
-    axes: tuple[str, ...]
-    num_devices: int
     rank: int = 4
     start: int = 0
     min_saving: float = 2.0
-    iterations: int = 1
-    warm_start: bool = True
     error_feedback: bool = True
-    alternate: bool = False
     seed: int = 0
     stacked: tuple[str, ...] = ()
     compressing: bool = dataclasses.field(default=True, init=False)
-    turn: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        check_counts(self, {"rank": 1, "start": 0, "iterations": 1})
-        check_stacked(self.stacked)
-        if not self.min_saving >= 0:
-            raise ValueError(f"min_saving is {self.min_saving}, but it must not be negative")
-        if self.alternate and not self.warm_start:
-            raise ValueError(
-                "alternate is True, which computes a factor from that of the iteration before, and "
-                "needs warm_start=True"
-            )
+        check_counts(self, rank=1, start=0)
+        for pattern in self.stacked if isinstance(self.stacked, tuple) else [None]:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError):
+                problem = "is not a tuple of regular expressions"
+                remedy = "use a tuple such as ('layers/',)"
+                raise ArgumentError("stacked", self.stacked, problem, remedy) from None
 
     def init(self, params: Any) -> Residual:
-        """Returns zero errors, and random Q; with `alternate` random P too.
+        """Returns zero errors, and random factors.
 
-        Raises ValueError if no leaf would be sent as factors.
+        Raises ArgumentError if no leaf is sent as factors, or a regex of `stacked` matches no leaf.
         """
-        check_matrices(self, params)
+        paths, leaves = parameters.leaf_paths(params), jax.tree.leaves(params)
+        for pattern in self.stacked:
+            if not any(parameters.matches(pattern, path) for path in paths):
+                known = f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
+                remedy = f"use regular expressions over the parameters {known}"
+                raise ArgumentError("stacked", pattern, "matches no parameter", remedy)
         matrices = self.matrices(params)
-        errors: Any = ()
-        if self.error_feedback:
-            leaves = jax.tree.leaves(params)
-            errors = {m.path: jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices}
-        whole = {"count": jnp.zeros((), jnp.int32), "q": named(matrices, self._draw(matrices, 0))}
-        if self.alternate:
-            ranks = [self._rank(m) for m in matrices]
-            rows = [m.rows for m in matrices]
-            # Other numbers than Q's, which a square matrix would share.
-            drawn = lowrank.random_factors(matrices, rows, ranks, self.seed + 1, 0)
-            whole["p"] = named(matrices, drawn)
-        return Residual(device=errors, whole=whole)
+        if not matrices:
+            raise self._no_matrix(params)
+        errors = [jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices]
+        return self._with_errors(self._begun(matrices), named(matrices, errors))
 
     def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
         if not self.compressing:
             return treedef.unflatten(lowrank.add_up(leaves, self.axes)), residual
         matrices = self.matrices(grads)
-        own = with_errors(leaves, matrices, residual.device)
-        rest = whole_leaves(leaves, matrices)
-        sums = self._alternating if self.alternate else self._pairs
-        found, left, whole, rest = sums(matrices, own, residual.whole, rest)
-        errors = residual.device
-        if self.error_feedback:
-            errors = {
-                m.path: value.reshape(leaves[m.number].shape)
-                for m, value in zip(matrices, left, strict=True)
-            }
-        reduced = merged(leaves, matrices, found, rest)
-        return treedef.unflatten(reduced), Residual(errors, (), whole)
+        errors, own = self._errors(residual), []
+        for m in matrices:
+            leaf = leaves[m.number].astype(jnp.float32)
+            leaf = leaf + errors[m.path] if self.error_feedback else leaf
+            own.append(leaf.reshape(m.layers, m.rows, m.columns))
+        sent = {m.number for m in matrices}
+        rest = [leaf for index, leaf in enumerate(leaves) if index not in sent]
+        found, left, rest, after = self._sums(matrices, own, rest, residual)
+        shapes = [leaves[m.number].shape for m in matrices]
+        left = [error.reshape(shape) for error, shape in zip(left, shapes, strict=True)]
+        sums, others = dict(zip((m.number for m in matrices), found, strict=True)), iter(rest)
+        reduced = [
+            sums[index].reshape(leaf.shape) if index in sums else next(others)
+            for index, leaf in enumerate(leaves)
+        ]
+        return treedef.unflatten(reduced), self._with_errors(after, named(matrices, left))
 
     def reset(self, residual: Residual) -> Residual:
-        """Returns zero errors, and the same factors: of factors of 0 all sums would be 0."""
+        """Returns zero errors and unchanged factors: with zero factors all later sums would be 0."""
         return residual._replace(device=zeros(residual.device))
 
-    def at(self, update: int) -> "PowerSGD":
-        """Returns the exchange of an update: not compressing, compressing, or one of two turns."""
-        if update < self.start:
-            return staged(self, compressing=False, turn=0)
-        done = (update - self.start) * self.iterations
-        return staged(self, compressing=True, turn=done % 2 if self.alternate else 0)
+    def at(self, update: int) -> "LowRank":
+        """Returns the exchange for an update: before `start` not compressing, then compressing."""
+        return staged(self, compressing=update >= self.start)
 
     def matrices(self, params: Any) -> list[Matrix]:
-        """Returns the leaves that are sent as factors."""
-        # An alternating iteration sends one of two factors, half as much on average.
-        factors = self.iterations * (0.5 if self.alternate else 1.0)
-        return lowrank.find(
-            params,
-            self.stacked,
-            lambda rows, columns: saves(rows, columns, self.rank, self.min_saving * factors),
+        """Returns the leaves that are sent as factors, see `min_saving`."""
+
+        def saves(rows: int, columns: int) -> bool:
+            values = min(self.rank, rows, columns) * (rows + columns)
+            return rows * columns > self.min_saving * self._factors * values
+
+        return lowrank.find(params, self.stacked, saves)
+
+    @property
+    def _factors(self) -> float:
+        """Number of pairs of factors that an update sends."""
+        return 1.0
+
+    @property
+    def _largest_rank(self) -> int:
+        return self.rank
+
+    def _begun(self, matrices: Sequence[Matrix]) -> Residual:
+        """Returns the residual before the first update, without errors."""
+        raise NotImplementedError
+
+    def _sums(
+        self,
+        matrices: Sequence[Matrix],
+        own: list[jax.Array],
+        rest: list[jax.Array],
+        residual: Residual,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Residual]:
+        """Sums this device's matrices `own`, plus their errors, and the other leaves over devices.
+
+        Returns:
+          The sums of the matrices, this device's errors, the sums of `rest`, and the new residual
+          without errors.
+        """
+        raise NotImplementedError
+
+    def _errors(self, residual: Residual) -> Any:
+        return residual.device
+
+    def _with_errors(self, residual: Residual, errors: dict[str, jax.Array]) -> Residual:
+        return residual._replace(device=errors) if self.error_feedback else residual
+
+    def _draw(
+        self, matrices: Sequence[Matrix], count: jax.Array | int, rows: bool = False
+    ) -> list[jax.Array]:
+        """Returns random Q or, with `rows`, random P."""
+        # P and Q have different seeds, because for a square matrix they would be equal.
+        side, seed = ("rows", self.seed + 1) if rows else ("columns", self.seed)
+        return lowrank.random_factors(matrices, self._largest_rank, seed, count, side)
+
+    def _no_matrix(self, params: Any) -> ArgumentError:
+        """Returns the error for parameters of which none is sent as factors."""
+        every = lowrank.find(params, self.stacked, lambda rows, columns: True)
+        if not every:
+            problem = "needs a matrix, and no parameter of the model has two axes"
+            return ArgumentError("rank", self.rank, problem, "use another exchange")
+        m = max(every, key=lambda m: min(m.rows, m.columns))
+        problem = (
+            "gives factors that save too little in every matrix: the largest is "
+            f"{m.path} with {m.rows} x {m.columns}"
         )
+        return ArgumentError("rank", self.rank, problem, "use a lower rank, or a lower min_saving")
 
-    def _rank(self, matrix: Matrix) -> int:
-        return min(self.rank, matrix.rows, matrix.columns)
 
-    def _draw(self, matrices: Sequence[Matrix], count: jax.Array | int) -> list[jax.Array]:
-        columns, ranks = [m.columns for m in matrices], [self._rank(m) for m in matrices]
-        return lowrank.random_factors(matrices, columns, ranks, self.seed, count)
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(LowRank):
+    """Sends each matrix M of (rows, columns) as P, (rows, rank), and Q, (columns, rank).
 
-    def _pairs(
-        self, matrices: Sequence[Matrix], own: list[jax.Array], whole: Any, rest: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array], Any, list[jax.Array]]:
-        """Sums P, then Q; returns the sums, what a device's matrices lack, state, other leaves."""
-        q = [whole["q"][m.path] for m in matrices]
-        p, own_q, q, rest = power_iterations(own, q, rest, self.iterations, self.axes)
-        found = [lowrank.outer(*pair) for pair in zip(p, q, strict=True)]
-        left = [matrix - lowrank.outer(*pair) for matrix, *pair in zip(own, p, own_q, strict=True)]
-        count = whole["count"] + 1
+    Let M be a device's gradient plus its error from the previous update. P = M Q is summed over
+    devices and made orthonormal, Q = M^T P is summed, and P Q^T is the result. The device stores
+    the error of its own matrix, M - P (M^T P)^T. (Most implementations store M minus the mean result
+    over devices. The sum of the errors, on which the results depend, is the same. But such errors
+    also accumulate the difference between a device's gradients and the mean, without bound.)
+
+    An iteration has two collectives in float32: one for all P, in the first iteration also for the
+    uncompressed leaves, and one for all Q. If a column of Q became 0 because the gradient was 0, it
+    restarts from random numbers.
+
+    Attributes, in addition to those of `LowRank`:
+      iterations: number of power iterations in an update.
+      warm_start: True: begins with the Q of the previous update; False: with random numbers.
+      alternate: whether to compute and send only one factor in an iteration, alternately Q from P
+        and P from Q, like the authors' package. Each iteration approximates the error that the
+        previous iteration left.
+      turn: the stage, see `at`.
+    """
+
+    iterations: int = 1
+    warm_start: bool = True
+    alternate: bool = False
+    turn: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, iterations=1)
+        check_range("min_saving", self.min_saving, self.min_saving >= 0, "at least 0")
+        if self.alternate and not self.warm_start:
+            problem = "computes each factor from the previous one, which warm_start=False discards"
+            raise ArgumentError("alternate", True, problem, "use warm_start=True")
+
+    def at(self, update: int) -> "PowerSGD":
+        """Returns the exchange for an update; with `alternate`, `turn` is 0 if Q comes first, else 1."""
+        compressing = update >= self.start
+        done = (update - self.start) * self.iterations if compressing and self.alternate else 0
+        return staged(self, compressing=compressing, turn=done % 2)
+
+    @property
+    def _factors(self) -> float:
+        # With `alternate`, an iteration sends one of the two factors: on average half of the values.
+        return self.iterations * (0.5 if self.alternate else 1.0)
+
+    def _begun(self, matrices: Sequence[Matrix]) -> Residual:
+        whole = {"count": jnp.zeros((), jnp.int32), "q": named(matrices, self._draw(matrices, 0))}
+        if self.alternate:
+            whole["p"] = named(matrices, self._draw(matrices, 0, rows=True))
+        return Residual(whole=whole)
+
+    def _sums(
+        self,
+        matrices: Sequence[Matrix],
+        own: list[jax.Array],
+        rest: list[jax.Array],
+        residual: Residual,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Residual]:
+        count, whole = residual.whole["count"] + 1, {}
+        q = [residual.whole["q"][m.path] for m in matrices]
+        if self.alternate:
+            p = [residual.whole["p"][m.path] for m in matrices]
+            found, left, p, q, rest = self._alternating(own, p, q, rest)
+            fresh = self._draw(matrices, count, rows=True)
+            whole["p"] = named(matrices, map(revived, p, fresh))
+        else:
+            found, left, q, rest = power_iterations(own, q, rest, self.iterations, self.axes)
         fresh = self._draw(matrices, count)
-        if self.warm_start:
-            fresh = [revived(*pair) for pair in zip(q, fresh, strict=True)]
-        return found, left, {"count": count, "q": named(matrices, fresh)}, rest
+        whole["q"] = named(matrices, map(revived, q, fresh) if self.warm_start else fresh)
+        return found, left, rest, Residual(whole=whole | {"count": count})
 
     def _alternating(
-        self, matrices: Sequence[Matrix], own: list[jax.Array], whole: Any, rest: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array], Any, list[jax.Array]]:
-        """Sums one factor an iteration; returns as `_pairs` does."""
-        p, q = ([whole[side][m.path] for m in matrices] for side in "pq")
+        self, own: list[jax.Array], p: list[jax.Array], q: list[jax.Array], rest: list[jax.Array]
+    ) -> tuple[list[jax.Array], ...]:
+        """Sums one factor per iteration; returns sums, errors, P, Q, and the sums of `rest`."""
         found = [jnp.zeros_like(matrix) for matrix in own]
         for iteration in range(self.iterations):
             columns_next = (self.turn + iteration) % 2 == 0
             given = lowrank.orthonormalise(p if columns_next else q)
             product = lowrank.transposed_times if columns_next else lowrank.times
-            mine = [product(*pair) for pair in zip(own, given, strict=True)]
+            mine = [*map(product, own, given)]
             sums = lowrank.add_up([*mine, *rest] if iteration == 0 else mine, self.axes)
             if iteration == 0:
                 rest = sums[len(mine) :]
             sums = sums[: len(mine)]
             left, right = (given, mine) if columns_next else (mine, given)
             own = [m - lowrank.outer(*pair) for m, *pair in zip(own, left, right, strict=True)]
-            left, right = (given, sums) if columns_next else (sums, given)
-            found = [f + lowrank.outer(*pair) for f, *pair in zip(found, left, right, strict=True)]
-            p, q = left, right
-        count = whole["count"] + 1
-        rows, ranks = [m.rows for m in matrices], [self._rank(m) for m in matrices]
-        fresh = lowrank.random_factors(matrices, rows, ranks, self.seed + 1, count)
-        p = [revived(*pair) for pair in zip(p, fresh, strict=True)]
-        q = [revived(*pair) for pair in zip(q, self._draw(matrices, count), strict=True)]
-        return found, own, {"count": count, "q": named(matrices, q), "p": named(matrices, p)}, rest
+            p, q = (given, sums) if columns_next else (sums, given)
+            found = [f + lowrank.outer(*pair) for f, *pair in zip(found, p, q, strict=True)]
+        return found, own, p, q, rest
 
 
 def power_iterations(
@@ -196,124 +274,49 @@ def power_iterations(
     """Approximates the sums of matrices over devices.
 
     Args:
-      own: this device's matrices, stacks (layers, rows, columns).
-      q: factors to begin with, (layers, columns, rank).
-      rest: further arrays to sum, which travel with the first factors.
-      iterations: number of iterations, of two collectives each.
+      own: this device's matrices M, stacks (layers, rows, columns).
+      q: initial factors Q, (layers, columns, rank).
+      rest: further arrays to sum, which are sent with the first P.
+      iterations: number of iterations, with two collectives each.
       axes: mesh axes to sum over.
 
     Returns:
-      P with orthonormal columns; this device's M^T P; its sum Q; the sums of `rest`.
+      The approximate sums P Q^T; this device's errors; Q, the sum over devices of M^T P; the sums of
+      `rest`.
     """
     others: list[jax.Array] = []
     for iteration in range(iterations):
-        p = [lowrank.times(*pair) for pair in zip(own, lowrank.orthonormalise(q), strict=True)]
+        p = [*map(lowrank.times, own, lowrank.orthonormalise(q))]
         sums = lowrank.add_up([*p, *rest] if iteration == 0 else p, axes)
         others = sums[len(p) :] if iteration == 0 else others
         p = lowrank.orthonormalise(sums[: len(p)])
-        mine = [lowrank.transposed_times(*pair) for pair in zip(own, p, strict=True)]
+        mine = [*map(lowrank.transposed_times, own, p)]
         q = lowrank.add_up(mine, axes)
-    return p, mine, q, others
-
-
-def saves(rows: int, columns: int, rank: int, times: float) -> bool:
-    """Returns whether a matrix has more than `times` the values of its factors."""
-    return rows * columns > times * min(rank, rows, columns) * (rows + columns)
+    left = [matrix - lowrank.outer(*pair) for matrix, *pair in zip(own, p, mine, strict=True)]
+    return [*map(lowrank.outer, p, q)], left, q, others
 
 
 def revived(factor: jax.Array, fresh: jax.Array) -> jax.Array:
-    """Returns a factor with `fresh` in place of columns of zeros, which would stay zeros."""
+    """Replaces columns of zeros, which would stay zero, by the columns of `fresh`."""
     return jnp.where(jnp.any(factor != 0, axis=1, keepdims=True), factor, fresh)
 
 
-def named(matrices: Sequence[Matrix], values: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Returns values by their matrix's path."""
-    return {m.path: value for m, value in zip(matrices, values, strict=True)}
-
-
-def with_errors(
-    leaves: Sequence[jax.Array], matrices: Sequence[Matrix], errors: Any
-) -> list[jax.Array]:
-    """Returns the leaves that are sent as factors, as matrices, with the errors added if any."""
-    return [
-        lowrank.to_matrices(
-            leaves[m.number].astype(jnp.float32) + errors[m.path] if errors else leaves[m.number], m
-        )
-        for m in matrices
-    ]
-
-
-def whole_leaves(leaves: Sequence[jax.Array], matrices: Sequence[Matrix]) -> list[jax.Array]:
-    """Returns the leaves that are not among `matrices`."""
-    sent = {m.number for m in matrices}
-    return [leaf for index, leaf in enumerate(leaves) if index not in sent]
-
-
-def merged(
-    leaves: Sequence[jax.Array],
-    matrices: Sequence[Matrix],
-    found: Sequence[jax.Array],
-    rest: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Returns all leaves in their order, from matrices and the other leaves."""
-    by_index = {
-        m.number: value.reshape(leaves[m.number].shape)
-        for m, value in zip(matrices, found, strict=True)
-    }
-    others = iter(rest)
-    return [by_index[i] if i in by_index else next(others) for i in range(len(leaves))]
+def named(matrices: Sequence[Matrix], values: Iterable[jax.Array]) -> dict[str, jax.Array]:
+    """Returns a dictionary from the path of each matrix to its value."""
+    return dict(zip((m.path for m in matrices), values, strict=True))
 
 
 def staged(exchange: Any, **values: Any) -> Any:
-    """Returns an exchange with other values of fields that are no options."""
+    """Returns a copy of an exchange in which fields that are not options have the given values."""
     found = copy.copy(exchange)
     for name, value in values.items():
         object.__setattr__(found, name, value)
     return found
 
 
-def check_counts(exchange: Any, least: dict[str, int]) -> None:
-    """Raises ValueError for an option that is not a whole number of at least the given one."""
+def check_counts(exchange: Any, **least: int) -> None:
+    """Raises ArgumentError unless each option in `least` is a whole number of at least its minimum."""
     for name, smallest in least.items():
         value = getattr(exchange, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise ValueError(
-                f"{name} is {value!r}, but it must be a whole number of at least {smallest}"
-            )
-
-
-def check_stacked(patterns: Sequence[str]) -> None:
-    """Raises ValueError for what is no tuple of regular expressions."""
-    for pattern in patterns if isinstance(patterns, tuple) else [patterns]:
-        try:
-            if isinstance(patterns, tuple) and isinstance(pattern, str):
-                re.compile(pattern)
-                continue
-        except re.error:
-            pass
-        raise ValueError(f"stacked is {patterns!r}, but it must be a tuple of regular expressions")
-
-
-def check_matrices(exchange: Any, params: Any) -> None:
-    """Raises ValueError if no leaf is sent as factors, or a regex of `stacked` matches none."""
-    paths = parameters.leaf_paths(params)
-    for pattern in exchange.stacked:
-        if not any(parameters.matches(pattern, path) for path in paths):
-            raise ValueError(
-                f"stacked has the regex {pattern!r}, which matches no parameter; they are: "
-                f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
-            )
-    if not exchange.matrices(params):
-        raise ValueError(no_matrix(params, exchange.stacked, exchange.rank))
-
-
-def no_matrix(params: Any, stacked: Sequence[str], rank: int) -> str:
-    """Returns the message that no leaf is worth factors of this rank."""
-    every = lowrank.find(params, stacked, lambda rows, columns: True)
-    if not every:
-        return f"rank is {rank}, but the model has no matrix: no parameter has two axes"
-    m = max(every, key=lambda m: min(m.rows, m.columns))
-    return (
-        f"rank is {rank}, at which factors save too little in every matrix: the largest is "
-        f"{m.path} with {m.rows} x {m.columns}; give a lower rank, or a lower min_saving"
-    )
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= smallest
+        check_range(name, value, valid, f"a whole number of at least {smallest}")

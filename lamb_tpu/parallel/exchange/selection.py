@@ -1,7 +1,7 @@
-"""The largest values of a vector and the places where a mask is set, without a sort.
+"""The largest values of a vector, and the indices at which a mask is set, without a sort.
 
-A sort of a whole gradient takes a hundred times as long as reading it, and a scatter of every value
-serialises on a TPU. Here a threshold is found by counting, and places by counts of set bits.
+Sorting an entire gradient takes a hundred times as long as reading it, and a TPU executes a scatter
+of all values serially. Here counting values gives a threshold, and counting set bits gives indices.
 """
 
 from collections.abc import Sequence
@@ -10,25 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_WORD = 32  # bits of a mask that are counted together
-# A word has every 128th entry and not 32 neighbours: a TPU's registers are 128 wide, to which it
-# would pad an axis of 32, so that a mask of 100 MB would need 2 GB.
+_WORD = 32  # number of mask entries that are packed into a word and counted together
+# The entries of a word are 128 apart. If they were 32 neighbours, a TPU would pad the axis of 32 to
+# 128, the width of its registers, and a mask of 100 MB would need 2 GB.
 _LANES = 128
 
 
 def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
-    """Returns the k-th largest of non-negative values, exactly.
+    """Returns the exact k-th largest of non-negative float32 or float64 values; k counts from 1.
 
-    The bits of non-negative floating-point numbers are ordered as the numbers are. So two bits of
-    the result, from the highest, take one pass that counts the values that are at least as large as
-    each candidate. NaN counts as the largest value.
+    The bits of non-negative floating-point numbers, read as integers, have the same order as the
+    numbers. Each pass finds the next two bits of the result, beginning with the highest bits: for
+    each candidate, it counts the values that are at least as large. NaN counts as the largest value.
 
     >>> float(kth_largest(jnp.array([3.0, 1.0, 2.0, 2.0]), 2))
     2.0
-
-    Args:
-      values: a vector of float32 or float64.
-      k: from 1 to the length of the vector.
     """
     width = 8 * values.dtype.itemsize
     integer = jnp.uint64 if width == 64 else jnp.uint32
@@ -44,9 +40,9 @@ def kth_largest(values: jax.Array, k: int | jax.Array) -> jax.Array:
 
 
 def numbers(masks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the number of set entries of each of several masks of one length, int32.
+    """Returns the number of set entries of each mask, int32; all masks have the same length.
 
-    One reduction of all of them: on a CPU several times as fast as a sum of each.
+    On a CPU, a single reduction is several times as fast as one sum per mask.
     """
     return lax.reduce(
         [mask.astype(jnp.int32) for mask in masks],
@@ -57,17 +53,16 @@ def numbers(masks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Returns places where a mask is set: for each rank another one, ascending up to 128 entries.
+    """Returns, for each rank, the index of a set entry of the mask.
+
+    Distinct ranks give distinct indices. In a mask of more than 128 entries, the order of the ranks
+    is not that of the indices.
 
     >>> places(jnp.array([False, True, False, True]), jnp.arange(3)).tolist()
     [1, 3, 4]
 
-    Args:
-      mask: (n,), boolean.
-      ranks: int32 of any shape, from 0.
-
-    Returns:
-      int32 of the shape of `ranks`; n for a rank that is not below the number of set entries.
+    Ranks count from 0. If a rank is not below the number of set entries, its index is the length of
+    the mask.
     """
     bits = jnp.pad(mask, (0, -mask.size % (_WORD * _LANES))).reshape(-1, _WORD, _LANES)
     shifts = jnp.arange(_WORD, dtype=jnp.uint32)[:, None]
@@ -78,7 +73,7 @@ def places(mask: jax.Array, ranks: jax.Array) -> jax.Array:
     index = jnp.searchsorted(ends, ranks, side="right").astype(jnp.int32)
     index = jnp.minimum(index, words.size - 1)
     word, left = words[index], ranks - (ends[index] - counts[index])
-    # The set bit of the rank `left` within the word: in its lower half, or in its upper half.
+    # Find the set bit with rank `left` within the word by bisection.
     bit = jnp.zeros_like(left)
     for half in (16, 8, 4, 2, 1):
         lower = word & jnp.uint32((1 << half) - 1)
@@ -101,16 +96,17 @@ def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
 
 
 def last_of_first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Returns the place of the last of the first `count` set entries of a mask, int32.
+    """Returns the index of the last of the first `count` set entries of a mask, int32.
 
     >>> int(last_of_first(jnp.array([True, False, True, True]), 2))
     2
 
-    It is -1 for none, and not before the last set entry if there are fewer than `count`.
+    The index is -1 if `count` is 0. If fewer than `count` entries are set, the result is at or after
+    the last set entry.
     """
     blocks = jnp.pad(mask, (0, -mask.size % _LANES)).reshape(-1, _LANES)
     ends = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
-    # The block in which the last one lies, and how many of its set entries are among the first.
+    # The block that contains the result, and the number of its set entries up to the result.
     index = jnp.minimum(jnp.searchsorted(ends, jnp.asarray(count, jnp.int32)), len(ends) - 1)
     block = blocks[index]
     left = count - (ends[index] - jnp.sum(block, dtype=jnp.int32))
@@ -119,13 +115,13 @@ def last_of_first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
 
 
 def largest(values: jax.Array, k: int) -> jax.Array:
-    """Returns the mask of the k largest of the non-negative values; of equal ones, the first.
+    """Returns the mask of the k largest non-negative values; among equal values, the first are set.
 
     >>> largest(jnp.array([1.0, 3.0, 1.0, 2.0]), 3).tolist()
     [True, True, False, True]
     """
     threshold = kth_largest(values, k)
-    above = ~(values <= threshold)  # NaN is above every number
+    above = ~(values <= threshold)  # NaN is larger than every number
     above &= ~jnp.isnan(threshold)
     equal = (values == threshold) | (jnp.isnan(values) & jnp.isnan(threshold))
     return above | first(equal, k - jnp.sum(above, dtype=jnp.int32))

@@ -1,5 +1,6 @@
 """Selected values of vectors, sent as values and indices with a fixed budget."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,53 +9,41 @@ import jax.numpy as jnp
 from jax import lax
 
 from lamb_tpu.parallel import collectives
+from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import selection
-from lamb_tpu.parallel.exchange.joined import split
 
-# Indices are int32, over all vectors that are sent together.
+# Largest number of values of all vectors that are sent together, because indices are int32.
 LARGEST = 2**31 - 1
 
 
 class Selected(NamedTuple):
-    """Some values of a vector, in a form that is not packed yet.
+    """Selected values of a vector, before packing."""
 
-    Attributes:
-      values: (n,), of which the others are not sent.
-      mask: (n,), boolean; where the value is sent.
-    """
-
-    values: jax.Array
-    mask: jax.Array
+    values: jax.Array  # (n,), all values
+    mask: jax.Array  # (n,), boolean; True where the value is sent
 
     def dense(self) -> jax.Array:
-        """The vector with 0 for the other values."""
+        """Returns the vector with 0 for values that are not selected."""
         return jnp.where(self.mask, self.values, 0)
 
 
 def total(
-    vectors: Sequence[Selected], budgets: Sequence[int], axes: Sequence[str], num_devices: int
+    vectors: Sequence[Selected], budgets: Sequence[int], axes: Sequence[str]
 ) -> list[jax.Array]:
     """Sums vectors of selected values over devices, in one operation.
 
-    A device sends as many values and indices as the budgets allow to every other device. Where
-    that is more than an all-reduce of the whole vectors sends, which is so with a budget of 1 in
-    `num_devices` values, the vectors are all-reduced with 0 for the other values.
-
-    Args:
-      vectors: this device's.
-      budgets: of each vector, the largest number of values that its mask selects.
-      axes: mesh axes to sum over.
-      num_devices: number of devices along these axes.
-
-    Returns:
-      The sums, (n,) of each.
+    A vector's budget is the largest number of values that its mask selects. To every other device, a
+    device sends values and indices for the full budgets. If the budgets add up to the number of all
+    values / `num_devices` or more, an all-reduce of the full vectors, with 0 for values that are not
+    selected, sends less and is used instead.
     """
     sizes = [vector.mask.size for vector in vectors]
+    num_devices = math.prod(lax.axis_size(name) for name in axes)
     if sum(budgets) * num_devices >= sum(sizes):
         return list(lax.psum([vector.dense() for vector in vectors], tuple(axes)))
     values, indices = gather(vectors, budgets, axes)
     joined = jnp.zeros(sum(sizes), values.dtype)
-    # Places that are not used have the index after the last, and are dropped.
+    # Unused positions have an index after the last one and are dropped.
     joined = joined.at[indices.ravel()].add(values.ravel(), mode="drop")
     return split(joined, sizes)
 
@@ -62,7 +51,7 @@ def total(
 def each(
     vectors: Sequence[Selected], budgets: Sequence[int], axes: Sequence[str]
 ) -> list[jax.Array]:
-    """Returns every device's vectors with 0 for the other values, (devices, n) of each."""
+    """Returns the vectors of all devices, (devices, n) for each vector; unselected values are 0."""
     sizes = [vector.mask.size for vector in vectors]
     values, indices = gather(vectors, budgets, axes)
     rows = jnp.zeros((len(values), sum(sizes)), values.dtype)
@@ -73,17 +62,17 @@ def each(
 def gather(
     vectors: Sequence[Selected], budgets: Sequence[int], axes: Sequence[str]
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers the selected values of every device, and their indices in the joined vectors.
+    """Gathers the selected values of every device, and their indices in the concatenated vectors.
 
     Returns:
       values: (devices, sum of the budgets).
-      indices: the same shape, int32; the joined length for places that are not used.
+      indices: int32, in the same shape; at unused positions, the length of the concatenated vectors.
     """
     mask = jnp.concatenate([vector.mask for vector in vectors])
     joined = jnp.concatenate([vector.values for vector in vectors])
     indices = selection.places(mask, jnp.arange(sum(budgets), dtype=jnp.int32))
     own = joined.at[indices].get(mode="fill", fill_value=0)
-    # Both in one operation, as words of 32 bits.
+    # Send values and indices in one operation, as words of 32 bits.
     words = lax.bitcast_convert_type(own, jnp.uint32)
     sent = jnp.concatenate([words.ravel(), lax.bitcast_convert_type(indices, jnp.uint32)])
     received = collectives.gather_rows(sent, axes)
@@ -95,7 +84,7 @@ def gather(
 
 
 def check_length(num_values: int) -> None:
-    """Raises ValueError where indices of vectors that are sent together do not fit."""
+    """Raises ValueError if there are too many values for int32 indices."""
     if num_values > LARGEST:
         raise ValueError(
             f"{num_values} values are too many for indices of 32 bits; at most {LARGEST}"

@@ -1,1 +1,1 @@
-"""Pages of what was measured: Markdown for the repository, and a site of HTML files."""
+"""Pages of the results: Markdown for the repository, and an HTML site."""

@@ -1,24 +1,30 @@
-"""Content of the pages: every cell of every table, as text."""
+"""The content of the pages: every cell of every table, as text."""
 
+import collections
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from lamb_tpu.reproduce import engine, tuning
+from lamb_tpu.reproduce import divergence, planned, tuning
 from lamb_tpu.reproduce import jobs as jobs_lib
-from lamb_tpu.reproduce.jobs import Job
-from lamb_tpu.reproduce.report import pictures
+from lamb_tpu.reproduce import status as status_lib
+from lamb_tpu.reproduce.planned import Planned
+from lamb_tpu.reproduce.report import figures as figures_lib
+from lamb_tpu.reproduce.report import lines as lines_lib
 from lamb_tpu.reproduce.report import plans as plans_lib
-from lamb_tpu.reproduce.report.plans import Plan
+from lamb_tpu.reproduce.report.plans import RateCurve
 from lamb_tpu.reproduce.results import Results, machine
+from lamb_tpu.reproduce.status import Status
 from lamb_tpu.reproduce.summary import (
     Summary,
-    further,
+    column_value,
+    cost,
+    criterion,
+    difference,
     grid,
     measured,
-    shown,
     stale,
     stale_mean,
     summaries,
@@ -27,30 +33,33 @@ from lamb_tpu.reproduce.tables import COLUMNS, Cell, Paper, Scale, Table
 
 
 class Config(NamedTuple):
-    """A stage's resolved config: the recipe, and its keys with their values."""
+    """A stage's resolved config: its recipe, and its keys with values."""
 
     recipe: str
     values: tuple[tuple[str, str], ...]
 
 
-class Row(NamedTuple):
+class CellRow(NamedTuple):
     """A cell of a table at a scale.
 
     Attributes:
-      cell: the cell.
-      id: unique on the page.
-      published, known, measured, distance, seeds, status: see `Summary`.
-      further: texts of the table's further columns, see `Page.heads`.
-      state: of the status: 'measured', 'begun', 'stale', 'open' or 'unknown'.
-      by_seed: seed and value of each run.
-      search: see `Summary`.
-      old: the mean of records that no longer hold; '' if none, or if there are newer ones.
-      stale: their values, and what has changed since.
-      hours: of all runs that measure.
-      machines: where the runs were made.
+      id: a name that is unique on the page.
+      published, known, measured, distance, seeds, search, status: see `Summary`.
+      further: texts of the table's additional columns, see `Page.heads`.
+      state: CSS class of the status: 'measured', 'other' (measured at another scale), 'begun',
+        'planned', 'stale', 'open' or 'unknown'.
+      by_seed: pairs of seed and value, one per run.
+      old: mean of the stale records; '' if there are no stale records, or if there are current records.
+      stale: values of the stale records, and what has changed since.
+      hours: total time of the measurements.
       run: the command that measures the cell.
-      commands: the commands that train the cell with seed 0, one for each stage.
-      configs: of each stage.
+      commands, configs: for each stage, the command that trains it with seed 0, and its config.
+      standing: the cell's status at this scale.
+      group: the status for readers; 'measured' in a study, which has no paper's scale.
+      label: `group` with a reason or the number of seeds: 'not run: settings not published'.
+      optimizer, batch: settings of the first stage, such as pre-training; '' if unknown.
+      planned: planned value of the table's metric, such as '56.9, 27.4 to 118'; '' if there is no
+        planned value, or if the cell is measured.
     """
 
     cell: Cell
@@ -72,10 +81,21 @@ class Row(NamedTuple):
     run: str
     commands: tuple[str, ...]
     configs: tuple[Config, ...]
+    standing: Status
+    group: str
+    label: str
+    optimizer: str
+    batch: str
+    planned: str = ""
+
+    @property
+    def here(self) -> str:
+        """The measured value, or else the mean of stale runs, or else the planned value."""
+        return self.measured or self.old or (f"planned {self.planned}" if self.planned else "")
 
     @property
     def minutes(self) -> str:
-        """Mean time of a run; '' without one."""
+        """Mean minutes per run; '' without runs."""
         return f"{60 * self.hours / self.seeds:.1f}" if self.seeds else ""
 
 
@@ -83,21 +103,23 @@ class Part(NamedTuple):
     """A table at one scale.
 
     Attributes:
-      scale: the scale.
-      name: of the scale and, if it is not the table as its file has it, of the form.
-      about: how it differs from the paper's, as sentences; '' if nothing is said.
-      rows: every cell.
-      columns, lines: the same cells as a matrix, empty if they have no place in one.
-      figures: pictures by kind.
+      name: name of the scale, with the form if the table is not as in its file.
+      about: differences from the paper's setting, as sentences; '' if none are given.
+      columns, lines: the cells as a matrix; empty if the table has no matrix.
+      figures: figures by name.
+      criterion: when a run counts as diverged, as a sentence; '' if no run diverged.
+      cost: hardware and time of a run; '' if neither is known.
     """
 
     scale: Scale
     name: str
     about: str
-    rows: tuple[Row, ...]
+    rows: tuple[CellRow, ...]
     columns: tuple[str, ...]
-    lines: Mapping[str, tuple[Row | None, ...]]
+    lines: Mapping[str, tuple[CellRow | None, ...]]
     figures: dict[str, Figure]
+    criterion: str = ""
+    cost: str = ""
 
     @property
     def num_measured(self) -> int:
@@ -106,21 +128,22 @@ class Part(NamedTuple):
 
     @property
     def num_stale(self) -> int:
-        """Number of cells with stale runs only."""
+        """Number of cells with only stale runs."""
         return sum(row.state == "stale" for row in self.rows)
 
     @property
     def hours(self) -> float:
-        """Time of all runs that measure."""
+        """Total hours of the measurements."""
         return sum(row.hours for row in self.rows)
 
     @property
-    def told(self) -> str:
-        """Number of measured cells, their time, and the time of a run, as sentences."""
-        told = f"{self.num_measured} of {len(self.rows)} cells have runs"
-        told += f", in {spent(self.hours)}" if self.num_measured else ""
-        told += f"; {self.num_stale} have stale ones" if self.num_stale else ""
-        return told + (f". It takes {self.scale.cost}." if self.scale.cost else ".")
+    def summary(self) -> str:
+        """Number of measured cells, their total time, and the cost of a run, as sentences."""
+        text = f"{self.num_measured} of {len(self.rows)} cells have runs"
+        text += f", in {spent(self.hours)}" if self.num_measured else ""
+        text += f"; {self.num_stale} have only stale runs" if self.num_stale else ""
+        text += f". Cost: {self.cost}." if self.cost else "."
+        return text + (self.criterion and f" {self.criterion}")
 
     @property
     def machines(self) -> list[str]:
@@ -129,137 +152,207 @@ class Part(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The page of a table, with the name of its files."""
+    """The page of a table.
+
+    Attributes:
+      about: notes for readers.
+      slug: name of its files.
+      parts: the table at each scale.
+      num_damaged: number of damaged records, which the page omits.
+      planned: planned values of its cells.
+    """
 
     table: Table
     about: str
     slug: str
     parts: tuple[Part, ...]
+    num_damaged: int = 0
+    planned: tuple[Planned, ...] = ()
 
     @property
     def hours(self) -> float:
-        """Time of all runs that measure."""
+        """Total hours of the measurements."""
         return sum(part.hours for part in self.parts)
 
     @property
-    def heads(self) -> list[str]:
-        """Heads of the table's further columns."""
-        return [COLUMNS[key] for key in self.table.columns]
+    def damage(self) -> str:
+        """A sentence about damaged records; '' if there are none."""
+        if not self.num_damaged:
+            return ""
+        records = "record is" if self.num_damaged == 1 else "records are"
+        omitted = f"{self.num_damaged} damaged {records} omitted from this page"
+        return f"{omitted}; `show {self.table.key}` lists them."
 
     @property
-    def best(self) -> list[tuple[Part, Row]]:
-        """The rows to show where each cell has few: those that have runs, or else the first."""
-        found = []
+    def heads(self) -> list[str]:
+        """Headers of the table's additional columns."""
+        return [*(COLUMNS[key] for key in self.table.columns), *self.plan_heads]
+
+    @property
+    def plan_heads(self) -> list[str]:
+        """Headers of the columns with planned values, which are the last columns."""
+        return planned.heads(self.table, self.planned)
+
+    @property
+    def best(self) -> list[tuple[Part, CellRow]]:
+        """The most informative rows of each cell: rows with runs, else rows with plans, else one row."""
+        pairs = []
         for cell in self.table.cells.values():
             rows = [(part, row) for part in self.parts for row in part.rows if row.cell == cell]
-            found += [pair for pair in rows if pair[1].seeds or pair[1].stale] or rows[:1]
-        return found
+            run = [pair for pair in rows if pair[1].seeds or pair[1].stale]
+            plan = [pair for pair in rows if pair[1].standing is Status.PLANNED]
+            pairs += run or plan or rows[:1]
+        return pairs
 
 
 def of_table(table: Table, records: pathlib.Path | None) -> Page:
-    """Returns a table's page.
-
-    Args:
-      table: the table.
-      records: folder of records of one's own; None: those beside the tables.
-    """
-    pairs = list[tuple[Part, list[Plan]]]()
+    """Returns a table's page, from the records in `records` or, if None, from those beside the tables."""
+    pairs, drawn, num_damaged = list[tuple[Part, list[RateCurve]]](), list[list[RateCurve]](), 0
+    plans_of = planned.of_table(table)
     for form in tuning.forms(table, records):
         results = Results(form, records)
+        results.warn()
+        num_damaged += len(results.damage)
         for scale in form.measured_scales():
-            found = summaries(form, scale, results)
-            pairs.append((_part(form, scale, found, results), plans_lib.plans(form, scale, found)))
+            cells = summaries(form, scale, results)
+            part = _part(form, scale, cells, results, plans_of)
+            pairs.append((part, plans_lib.plans(form, scale, cells)))
     pairs.sort(key=lambda pair: (not pair[0].num_measured, not pair[0].num_stale))
-    drawn = list[list[Plan]]()
     for part, plans in pairs:
-        if plans and plans not in drawn:  # scales often have the same
+        has_planned = plans_of and part.scale.name == "paper"
+        has_values = part.num_measured or part.num_stale or has_planned
+        if has_values and plans and plans not in drawn:  # scales often share their plans
             part.figures["plans"] = plans_lib.draw(plans)
             drawn.append(plans)
     parts = tuple(part for part, _ in pairs)
-    return Page(table, _line(table.about), table.key.replace("/", "-"), parts)
+    return Page(
+        table, _line(table.about), slug(table.key), parts, num_damaged=num_damaged, planned=plans_of
+    )
 
 
-def _part(table: Table, scale: Scale, found: Sequence[Summary], results: Results) -> Part:
+def slug(key: str) -> str:
+    """Returns the name of a table's files in the report.
+
+    >>> slug("lamb/mnist")
+    'lamb-mnist'
+    """
+    return key.replace("/", "-")
+
+
+def _part(
+    table: Table,
+    scale: Scale,
+    cell_summaries: Sequence[Summary],
+    results: Results,
+    plans: Sequence[Planned],
+) -> Part:
     name = scale.name + (table.form and f"-{table.form}")
     rows = {
-        summary.cell.name: _row(table, scale, summary, results)._replace(
+        summary.cell.name: _row(table, scale, summary, results, plans)._replace(
             id=f"{name}-{summary.cell.name}"
         )
-        for summary in found
+        for summary in cell_summaries
     }
-    columns, lines = grid([summary.cell for summary in found])
+    columns, lines = grid([summary.cell for summary in cell_summaries])
     about = " ".join(filter(None, [_sentence(tuning.describe(table)), _sentence(scale.about)]))
     return Part(
-        scale,
-        name,
-        about,
-        tuple(rows.values()),
-        tuple(columns),
-        {line: tuple(cell and rows[cell.name] for cell in cells) for line, cells in lines.items()},
-        pictures.all_of(scale, found),
+        scale=scale,
+        name=name,
+        about=about,
+        rows=tuple(rows.values()),
+        columns=tuple(columns),
+        lines={
+            line: tuple(cell and rows[cell.name] for cell in cells) for line, cells in lines.items()
+        },
+        figures=figures_lib.all_of(scale, cell_summaries),
+        criterion=criterion(cell_summaries, scale.metric),
+        cost=cost(scale, cell_summaries),
     )
 
 
-def _row(table: Table, scale: Scale, summary: Summary, results: Results) -> Row:
+def _row(
+    table: Table, scale: Scale, summary: Summary, results: Results, plans: Sequence[Planned]
+) -> CellRow:
     cell, metric, records = summary.cell, scale.metric, summary.records
-    run = f"python -m lamb_tpu.reproduce run {table.key} --cells={cell.name} --scale={scale.name}"
-    if table.form and table.tuning is not None:
-        run += f" --tune={len(table.tuning.factors)}"
-    row = Row(
-        cell,
-        "",
-        summary.published,
-        cell.known if summary.published else "",
-        measured(summary, metric),
-        tuple(further(summary, key) for key in table.columns),
-        "" if summary.distance is None else f"{summary.distance:+.{metric.digits}f}",
-        len(records),
-        summary.status,
-        _state(summary),
-        tuple(
-            (record["seed"], "diverged" if value is None else shown(value, metric))
-            for record, value in zip(records, summary.values)
-        ),
-        summary.search,
-        "" if records else stale_mean(summary, metric),
-        stale(summary, metric),
-        sum(record["seconds"] for record in records) / 3600,
-        tuple(sorted(set(map(machine, records)))),
-        run,
-        (),
-        (),
+    standing = status_lib.of(
+        [scale.name] if records else [], status_lib.is_planned(scale, cell, plans)
     )
-    if cell.unknown:
-        return row._replace(run="")
-    # After a search the command is that of the value which the search found best.
-    chosen = records[0].get("chosen") if records else None
-    stages = jobs_lib.stages(Job(table, scale, cell, 0, None, 1.0 if chosen is None else chosen))
-    folders = engine.stage_folders(
-        pathlib.Path("runs", table.key, f"{cell.name}-{scale.name}"), stages
-    )
-    flat = (
+    group, label = status_lib.label(table, cell, standing, summary.status)
+    stages = [] if cell.unknown else jobs_lib.stages(summary.job(table, scale), "DATA")
+    flat: Sequence[Mapping[str, Any]] = (
         results.config(records[0])
-        if records
-        else (jobs_lib.flat_configs([stage.config() for stage in stages]))
+        if stages and records
+        else jobs_lib.flat_configs([stage.config() for stage in stages])
     )
-    return row._replace(
-        commands=tuple(
-            stage.command(str(folder)) + (f" --config.init_from={folders[at - 1]}" if at else "")
-            for at, (stage, folder) in enumerate(zip(stages, folders))
+    # If the settings are not published, the table may still give optimizer and batch.
+    optimizer, batch = setting(flat[0] if flat else {**cell.overrides, **cell.first})
+    folder = pathlib.Path("runs", table.key, f"{cell.name}-{scale.name}")
+    return CellRow(
+        cell=cell,
+        id="",
+        published=summary.published,
+        known=cell.known if summary.published else "",
+        measured=measured(summary, metric),
+        further=(
+            *(column_value(summary, key) for key in table.columns),
+            *planned.columns(table, scale, cell, plans),
         ),
+        distance=difference(summary, metric),
+        seeds=len(records),
+        status=summary.status,
+        state=_state(summary, standing, group),
+        by_seed=tuple((record["seed"], divergence.text(record, metric)) for record in records),
+        search=summary.search,
+        old="" if records else stale_mean(summary, metric),
+        stale=stale(summary, metric),
+        hours=sum(record["seconds"] for record in records) / 3600,
+        machines=tuple(sorted(set(map(machine, records)))),
+        run="" if cell.unknown else _run_command(table, scale, cell),
+        commands=tuple(jobs_lib.commands(folder, stages)),
         configs=tuple(
             Config(stage.recipe, tuple((key, repr(value)) for key, value in sorted(values.items())))
             for stage, values in zip(stages, flat)
         ),
+        standing=standing,
+        group=group,
+        label=label,
+        optimizer=optimizer,
+        batch=batch,
+        planned="" if records else planned.instead(scale, cell, plans),
     )
 
 
-def _state(summary: Summary) -> str:
+def _run_command(table: Table, scale: Scale, cell: Cell) -> str:
+    run = f"python -m lamb_tpu.reproduce run {table.key} --cells={cell.name} --scale={scale.name}"
+    if table.form and table.tuning is not None:
+        run += f" --tune={len(table.tuning.factors)}"
+    return run + " --data=DATA" * any(scale.data)
+
+
+def setting(flat: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the optimizer and batch of a flattened config, or of its first phase."""
+    phase = min((key.split(".")[1] for key in flat if key.startswith("phases.")), default="")
+    optimizer, batch = (
+        flat.get(f"phases.{phase}.{key}", flat.get(key, ""))
+        for key in ("optimizer.name", "batch_size")
+    )
+    # Stored values may have any type.
+    return (
+        lines_lib.optimizer_name(str(optimizer)),
+        f"{batch:,}" if isinstance(batch, int) else str(batch),
+    )
+
+
+def _state(summary: Summary, standing: Status, group: str) -> str:
+    if standing is Status.PLANNED:
+        return "planned"
     if summary.cell.unknown:
         return "unknown"
     if summary.records:
-        return "measured" if summary.status == "measured" else "begun"
-    return "stale" if summary.stale[0] else "open"
+        if summary.status != "measured":
+            return "begun"
+        return "other" if group == Status.OTHER.value else "measured"
+    return "stale" if summary.stale else "open"
 
 
 def _line(text: str) -> str:
@@ -274,7 +367,7 @@ def _sentence(text: str) -> str:
 def papers(pages: Sequence[Page]) -> list[tuple[Paper, list[Page]]]:
     """Returns the pages of each paper: published papers first, then studies of this project.
 
-    A paper's numbered tables come before what has no number in it.
+    Within a paper, numbered tables come first.
     """
     groups: dict[str, list[Page]] = {}
     for page in sorted(pages, key=_order):
@@ -289,7 +382,7 @@ def _order(page: Page) -> tuple[bool, str, bool, str, str]:
 
 
 def spent(hours: float) -> str:
-    """Formats a time, such as '3.2 hours', '5.0 minutes' or '4 seconds'."""
+    """Formats a duration, such as '3.2 hours', '5.0 minutes' or '4 seconds'."""
     if hours >= 1:
         return f"{hours:.1f} hours"
     minutes = 60 * hours
@@ -297,21 +390,15 @@ def spent(hours: float) -> str:
 
 
 def total(pages: Sequence[Page]) -> tuple[int, int, int, float]:
-    """Returns the numbers of cells that can be run, of those with a run, of runs, and their hours.
+    """Returns the numbers of runnable cells, of cells with a run, and of runs, and the total hours.
 
-    A cell counts once, at whatever scale it was run.
+    A cell that was run at several scales counts once.
     """
-    cells = {
-        (page.table.key, row.cell.name): 0
-        for page in pages
-        for part in page.parts
-        for row in part.rows
-        if not row.cell.unknown
-    }
+    cells = collections.Counter[tuple[str, str]]()
     for page in pages:
         for part in page.parts:
             for row in part.rows:
-                if row.seeds:
+                if not row.cell.unknown:
                     cells[page.table.key, row.cell.name] += row.seeds
     return (
         len(cells),

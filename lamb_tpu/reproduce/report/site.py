@@ -1,11 +1,12 @@
-"""Writes the report: a Markdown page and pictures for each table, and the same as HTML.
+"""Writes the report: a Markdown page for each table and each paper, and optionally an HTML site.
 
-Two reports of the same records are equal byte for byte: nothing of the time or the machine of their
-making is in them.
+The pages contain no time or machine of their creation, so reports of the same records are equal
+byte for byte.
 """
 
 import os
 import pathlib
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,14 +16,19 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lamb_tpu import style
-from lamb_tpu.errors import UserError
+from lamb_tpu.errors import UserError, unreadable
 from lamb_tpu.files import reading, writing
+from lamb_tpu.reproduce import planned
+from lamb_tpu.reproduce.report import counting
+from lamb_tpu.reproduce.report import figures as figures_lib
 from lamb_tpu.reproduce.report import pages as pages_lib
-from lamb_tpu.reproduce.report import pictures
 from lamb_tpu.reproduce.report.pages import Page
 from lamb_tpu.reproduce.tables import Table
 
 _TEMPLATES = pathlib.Path(__file__).parent / "templates"
+# The status counts are written between these lines of a start page.
+_BEGIN = "<!-- counts: `python -m lamb_tpu.reproduce report` writes these lines -->"
+_END = "<!-- end of counts -->"
 
 
 def write(
@@ -32,32 +38,33 @@ def write(
     records: pathlib.Path | None = None,
     overview: pathlib.Path | None = None,
     index: bool = True,
+    start: pathlib.Path | None = None,
 ) -> list[pathlib.Path]:
-    """Writes the report and prints where it lies.
+    """Writes the report, prints its location, and returns the pages and figures of the tables.
 
     Args:
-      tables: every table, or those of which pages are wanted.
-      output: folder of the Markdown pages and of the pictures.
-      html: folder of the same as a site; None for none.
-      records: folder of records of one's own; None: those beside the tables.
-      overview: folder with a template README.md.j2, from which its README.md is made; None, or a
-        folder without the template, for none. The template may include rows.md.j2, the table of
-        all cells, and missing.md.j2.
-      index: whether `output` receives a README.md, the list of `tables`.
-
-    Returns:
-      The pages of the tables and their pictures.
+      tables: the tables to report.
+      output: folder of the Markdown pages and the figures.
+      html: folder of the HTML site; None for none.
+      records: folder of the user's own records; None uses those beside the tables.
+      overview: folder with a template README.md.j2, from which README.md is written to the same folder;
+        if the folder is None or has no template, README.md is not written. The README of lamb_tpu.reproduce
+        lists what the template may use.
+      index: whether to write README.md (the list of `tables`) and a page for each paper to `output`.
+      start: page that receives the status counts of all published values between two comments; None
+        for none.
 
     Raises:
-      UserError: a folder cannot be written, records are damaged, or the template has a mistake.
+      UserError: a folder cannot be written, two pages would have the same name, or the template has an error.
     """
-    folders = [folder for folder in (output, html) if folder is not None]
-    for folder in folders:
-        try:
+    _check_names(tables)
+    flags = {folder: flag for folder, flag in ((output, "--output"), (html, "--html")) if folder}
+    for folder, flag in flags.items():
+        with writing.checked(folder, flag):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error.strerror})") from None
     pages = [pages_lib.of_table(table, records) for table in tables.values()]
+    if start is not None:
+        _write_counts(pages, start)
     if overview is not None and (overview / "README.md.j2").exists():
         _write_overview(pages, overview, output)
         print(overview / "README.md")
@@ -66,54 +73,98 @@ def write(
         for part in page.parts:
             for kind, figure in part.figures.items():
                 text = style.svg(figure)
-                for folder in folders:
+                for folder, flag in flags.items():
                     written.append(folder / f"{page.slug}-{part.name}-{kind}.svg")
-                    writing.replace(written[-1], text)
-    for folder, kind, name in zip(folders, ("md", "html"), ("README.md", "index.html")):
-        environment = _environment(kind == "html")
-        for page in pages:
-            template = environment.get_template(f"table.{kind}.j2")
-            written.append(folder / f"{page.slug}.{kind}")
-            writing.replace(written[-1], template.render(page=page))
+                    writing.replace(written[-1], text, flag)
+    forms = (("md", "README.md"), ("html", "index.html"))
+    for (folder, flag), (form, name) in zip(flags.items(), forms):
+        environment = _environment(jinja2.Environment, autoescape=form == "html")
+        texts: dict[str, tuple[str, dict[str, Any]]] = {
+            f"{page.slug}.{form}": ("table", {"page": page}) for page in pages
+        }
         if index or folder != output:
-            template = environment.get_template(f"index.{kind}.j2")
-            writing.replace(folder / name, template.render(pages=pages))
+            texts |= {
+                f"{paper.key}.{form}": (
+                    "paper",
+                    {"paper": paper, "pages": group, "count": counting.counts(group)[1]},
+                )
+                for paper, group in pages_lib.papers(pages)
+            }
+            texts[name] = "index", {"pages": pages, "report": "."}
+        if form == "html":
+            texts["cells.html"] = "cells", {"pages": pages}
+        for file, (template, values) in texts.items():
+            text = environment.get_template(f"{template}.{form}.j2").render(values)
+            writing.replace(folder / file, text, flag)
+            if template == "table":
+                written.append(folder / file)
+        if name in texts:
             print(folder / name)
     return written
+
+
+def _check_names(tables: Mapping[str, Table]) -> None:
+    """Rejects papers and tables if two of their pages would have the same file name."""
+    taken = dict.fromkeys(("README", "index", "cells"), "a page of the report")
+    named = {f"the folder {table.paper.key}": table.paper.key for table in tables.values()}
+    named |= {f"the table {key}": pages_lib.slug(key) for key in tables}
+    for what, name in named.items():
+        if name in taken:
+            raise UserError(
+                what,
+                problem=f"would have the page {name}, which {taken[name]} already has",
+                remedy="rename one of them",
+            )
+        taken[name] = what
+
+
+def _write_counts(pages: Sequence[Page], path: pathlib.Path) -> None:
+    """Replaces the counts in a start page; leaves a page without the two comments unchanged."""
+    text = reading.read_text(path)
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if end:
+        sentence = counting.counts(pages)[1].sentence
+        text = f"{before}{begin}\n{textwrap.fill(sentence, 100)}\n{end}{after}"
+        writing.replace(path, text, "--papers")
 
 
 def _write_overview(pages: Sequence[Page], folder: pathlib.Path, output: pathlib.Path) -> None:
     path = folder / "README.md.j2"
     report = pathlib.Path(os.path.relpath(output, folder)).as_posix()
-    text = reading.read_text(path)
-    # The folder may come from someone else, so its template gets no access to Python.
-    environment = _equip(_Sandbox(**_OPTIONS, autoescape=False))
+    try:
+        text = reading.read_text(path)
+    except ValueError as error:
+        raise unreadable(path, error, "correct it") from None
+    # The folder may come from another person, so its template gets no access to Python.
+    environment = _environment(_Sandbox)
     try:
         text = environment.from_string(text).render(pages=pages, report=report)
     except UserError:
         raise
     except jinja2.TemplateSyntaxError as error:
         raise _in_template(error.name or path, error.lineno, str(error.message)) from None
-    except Exception as error:  # an expression of the template can raise anything
+    except Exception as error:  # a template expression can raise any exception
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f.lineno for f in reversed(frames) if f.filename == "<template>"), None)
         what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise _in_template(path, line, f"{what}{error}") from error
-    writing.replace(folder / "README.md", text)
+    writing.replace(folder / "README.md", text, "--papers")
 
 
 def _in_template(file: str | pathlib.Path, line: int | None, reason: str) -> UserError:
     at = "" if line is None else f" at line {line}"
     reason = " ".join(reason.split())
-    return UserError(f"{file}{at} is not a template that jinja2 can render ({reason})")
+    return UserError(
+        f"{file}{at}", ..., f"is not a template that jinja2 can render ({reason})", "correct it"
+    )
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Environment of a template from outside the package: it reads values and writes text.
+    """A template environment that allows reading values and writing text, but nothing else.
 
-    The sandbox of jinja2 hides Python's internals but not what public methods do: a table has
-    paths, which can write files. So only functions of the environment, macros, and methods of
-    plain values can be called.
+    The sandbox of jinja2 hides Python internals but not public methods: a table has paths, which can
+    write files. So only environment functions, macros, and methods of plain values can be called.
     """
 
     def is_safe_callable(self, obj: Any) -> bool:
@@ -125,25 +176,23 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
 
 
-_OPTIONS: dict[str, Any] = {
-    "loader": jinja2.FileSystemLoader(_TEMPLATES),
-    "undefined": jinja2.StrictUndefined,
-    "trim_blocks": True,
-    "lstrip_blocks": True,
-    "keep_trailing_newline": True,
-}
-
-
-def _environment(html: bool) -> jinja2.Environment:
-    return _equip(jinja2.Environment(**_OPTIONS, autoescape=html))
-
-
-def _equip(environment: jinja2.Environment) -> jinja2.Environment:
-    """Adds the functions that templates call."""
+def _environment(kind: type[jinja2.Environment], autoescape: bool = False) -> jinja2.Environment:
+    """Returns an environment with the functions that templates call."""
+    environment = kind(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=autoescape,
+    )
     environment.globals |= {
-        "captions": pictures.CAPTIONS,
+        "captions": figures_lib.CAPTIONS,
         "papers": pages_lib.papers,
         "spent": pages_lib.spent,
         "total": pages_lib.total,
+        "counts": counting.counts,
+        "choices": counting.choices,
+        "planned_note": planned.NOTE,
     }
     return environment

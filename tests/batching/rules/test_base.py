@@ -1,4 +1,4 @@
-"""Common parts of the rules: the table, bounds, quanta, rounding and reading."""
+"""Tests the base classes of rules: the table, bounds, granularity, rounding and statistics."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from lamb_tpu.batching.rules import RULES, NoiseScale, NormTest
 from lamb_tpu.batching.rules.base import required
 
-# Arguments with which each rule can be made, and statistics that it can read.
+# For each rule, valid arguments, and statistics that the rule can read.
 ARGUMENTS = {
     "constant": {},
     "ramp": {"points": ((0, 64),)},
@@ -30,7 +30,7 @@ UNBOUNDED = ("constant", "ramp")
 
 def _make(name, **arguments):
     bounds = {} if name in UNBOUNDED else {"upper": 256}
-    return RULES[name](**{"quantum": 8} | bounds | ARGUMENTS[name] | arguments)
+    return RULES[name](**{"granularity": 8} | bounds | ARGUMENTS[name] | arguments)
 
 
 def test_the_table_is_complete() -> None:
@@ -39,10 +39,10 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("batch", [8, 64, 256])
-def test_every_rule_gives_whole_quanta_within_bounds(name, batch) -> None:
-    found = _make(name).next_batch(batch, STATISTICS, examples=1000)
-    assert type(found) is int and found % 8 == 0 and 8 <= found <= 256
-    assert found == _make(name).next_batch(batch, STATISTICS, examples=1000)
+def test_every_rule_gives_multiples_within_bounds(name, batch) -> None:
+    actual = _make(name).next_batch(batch, STATISTICS, examples=1000)
+    assert type(actual) is int and actual % 8 == 0 and 8 <= actual <= 256
+    assert actual == _make(name).next_batch(batch, STATISTICS, examples=1000)
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in UNBOUNDED])
@@ -54,7 +54,7 @@ def test_numbers_that_are_not_finite_leave_the_batch(name) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_names_what_it_reads(name) -> None:
+def test_a_rule_names_its_statistics(name) -> None:
     rule = _make(name)
     needed = {key: STATISTICS[key] for key in rule.needs}
     assert bool(needed) == (name not in UNBOUNDED)
@@ -73,33 +73,38 @@ def test_intervals(name) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"quantum": 0}, "quantum must be a whole number of at least 1, not 0"),
-        ({"quantum": 2.5}, "quantum must be a whole number of at least 1, not 2.5"),
-        ({"interval": 0}, "interval must be a whole number of at least 1, not 0"),
+        ({"granularity": 0}, "granularity=0 must be a whole number of at least 1"),
+        ({"granularity": 2.5}, "granularity=2.5 must be a whole number of at least 1"),
+        ({"interval": 0}, "interval=0 must be a whole number of at least 1"),
         (
             {"upper": 100},
-            "upper must be a whole number of quanta of 8 examples, as 96 or 104, not 100",
+            "upper must be a multiple of the batch granularity 8, as 96 or 104, not 100",
         ),
-        ({"lower": 3}, "lower must be a whole number of quanta of 8 examples, as 8, not 3"),
+        ({"lower": 3}, "lower must be a multiple of the batch granularity 8, as 8, not 3"),
         ({"lower": 64, "upper": 32}, "lower must be at most upper, 32, not 64"),
-        ({"upper": 0}, "upper must be a whole number of at least 1, not 0"),
+        ({"upper": 0}, "upper=0 must be a whole number of at least 1"),
     ],
 )
 @pytest.mark.parametrize("name", [name for name in RULES if name not in UNBOUNDED])
-def test_mistakes_of_bounds_and_quanta(name, arguments, message) -> None:
+def test_rejected_bounds_and_multiples(name, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         _make(name, **arguments)
 
 
-def test_what_is_wanted_is_rounded_up_and_then_bounded() -> None:
-    rule = NoiseScale(quantum=32, lower=64, upper=256)
+def test_the_wanted_batch_is_rounded_up_and_bounded() -> None:
+    rule = NoiseScale(granularity=32, lower=64, upper=256)
     wanted = {0.5: 64, 64: 64, 64.5: 96, 96: 96, 1e9: 256, math.inf: 256}
     assert {w: rule.next_batch(128, {"noise_scale": w}, 0) for w in wanted} == wanted
 
 
 def test_a_batch_at_its_upper_bound_stays_there() -> None:
-    rule = NormTest(quantum=32, upper=64, eta=0.01)
+    rule = NormTest(granularity=32, upper=64, eta=0.01)
     assert rule.next_batch(64, {"variance": 1e9, "grad_sq": 1e-9}, 0) == 64
+
+
+def test_a_constant_batch_reads_nothing() -> None:
+    rule = RULES["constant"](granularity=4)
+    assert [rule.next_batch(batch, {}, batch * 9) for batch in (4, 12)] == [4, 12]
 
 
 def test_divisions_by_zero() -> None:

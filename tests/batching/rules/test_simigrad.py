@@ -1,37 +1,31 @@
-"""SimiGrad's rule: tenths, bounds, smoothing and whole quanta."""
+"""Tests SimiGrad's rule: changes by a tenth, bounds, smoothing and rounding to the granularity."""
 
-import doctest
 import math
 
 import pytest
 
-from lamb_tpu.batching.rules import SimiGrad, simigrad
-from lamb_tpu.batching.rules.simigrad import wanted_batch, whole_quanta
+from lamb_tpu.batching.rules import SimiGrad
+from lamb_tpu.batching.rules.simigrad import round_to_granularity, wanted_batch
 from tests.optim import goldens
 
 ENTRIES = [entry for entry in goldens.entries() if entry["family"] == "simigrad"]
 
 
-def test_docstrings() -> None:
-    result = doctest.testmod(simigrad)
-    assert result.failed == 0 and result.attempted >= 3
-
-
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
 def test_the_rule_makes_the_recorded_batches(entry) -> None:
-    """Recorded runs whose bounds are whole quanta; the rule refuses other bounds."""
+    """Compares with recorded runs; a lower bound must be a multiple of the granularity."""
     hyper, recorded = entry["hyper"], goldens.record(entry)
-    quantum = hyper["world"] * hyper["micro0"]
+    granularity = hyper["world"] * hyper["micro0"]
     lower = hyper["lower"]
     arguments = {
-        "quantum": quantum,
+        "granularity": granularity,
         "lower": lower,
         "upper": hyper["upper"],
         "target": hyper["target"],
         "smoothing": hyper["smooth"],
     }
-    if lower is not None and lower % quantum:
-        with pytest.raises(ValueError, match="lower must be a whole number of quanta"):
+    if lower is not None and lower % granularity:
+        with pytest.raises(ValueError, match="lower must be a multiple of the batch granularity"):
             SimiGrad(**arguments)
         return
     rule = SimiGrad(**arguments)
@@ -79,18 +73,21 @@ def test_bounds_come_after_smoothing() -> None:
         (9, 8, 16),
     ],
 )
-def test_whole_quanta(wanted, batch, expected) -> None:
-    assert whole_quanta(wanted, batch, 8) == expected
+def test_round_to_granularity(wanted, batch, expected) -> None:
+    assert round_to_granularity(wanted, batch, 8) == expected
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"target": 1.5}, "target must be a cosine in \\[-1, 1\\], not 1.5"),
-        ({"target": None}, "target must be a cosine"),
-        ({"target": 0.9, "smoothing": 1.0}, "smoothing must be at least 0 and below 1, or None"),
+        ({"target": 1.5}, "target=1.5 must be a cosine in \\[-1, 1\\]"),
+        ({"target": None}, "target=None must be a cosine"),
+        (
+            {"target": 0.9, "smoothing": 1.0},
+            "smoothing=1.0 must be at least 0 and below 1, or None",
+        ),
     ],
 )
-def test_mistakes(arguments, message) -> None:
+def test_errors(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
-        SimiGrad(quantum=8, upper=64, **arguments)
+        SimiGrad(granularity=8, upper=64, **arguments)

@@ -1,4 +1,4 @@
-"""CIFAR-10 as one file of JPEGs."""
+"""CIFAR-10 as a file of JPEGs."""
 
 import pathlib
 
@@ -8,8 +8,8 @@ import pytest
 from lamb_tpu import data
 from lamb_tpu.data.images import cifar10_jpeg
 from lamb_tpu.data.images.cifar10_jpeg import FILE, load_cifar10_jpeg
-from lamb_tpu.errors import UserError
-from tests.data.images.pictures import decode, encode, smooth
+from tests.data.images.photographs import decode, encode, smooth
+from tests.raising import rejected
 from tests.shared import shared
 
 CONTENTS = {
@@ -51,20 +51,20 @@ def test_loaded_by_name(tmp_path: pathlib.Path) -> None:
     assert images.shape == (7, 32, 32, 3) and (images != plain.arrays["image"]).any()
 
 
-def test_mistakes(tmp_path: pathlib.Path) -> None:
+def test_errors(tmp_path: pathlib.Path) -> None:
     for folder in (None, str(tmp_path)):
-        with pytest.raises(UserError, match=f"config.data.dir is .*; .* folder that holds {FILE}"):
+        with rejected("config.data.dir", ..., "does not hold cifar10_jpeg_q75.npz"):
             load_cifar10_jpeg("train", folder)
     (tmp_path / FILE).write_bytes(b"PK")
-    with pytest.raises(UserError, match="is not the file of CIFAR-10 as JPEGs"):
+    with rejected("*/cifar10_jpeg_q75.npz", ..., "is not the file of CIFAR-10 as JPEGs"):
         load_cifar10_jpeg("train", str(tmp_path))
     np.savez(tmp_path / FILE, train_jpeg=np.zeros(3, np.uint8))
-    with pytest.raises(UserError, match="is not the file of CIFAR-10 as JPEGs: .*train_labels"):
+    with rejected("*/cifar10_jpeg_q75.npz", ..., "is not the file of CIFAR-10 as JPEGs"):
         load_cifar10_jpeg("train", str(tmp_path))
     broken = {"train": [CONTENTS["train"][0], CONTENTS["train"][1][:-30]], "test": []}
-    with pytest.raises(UserError, match="as JPEGs: it ends before its end marker"):
+    with rejected("*/cifar10_jpeg_q75.npz", ..., "is not the file of CIFAR-10 as JPEGs"):
         load_cifar10_jpeg("train", write(tmp_path, broken))
-    with pytest.raises(UserError, match=r"split 'dev' is .* has train \(7\), test \(3\)"):
+    with rejected("split 'dev' of data set cifar10_jpeg", ..., "is not valid (Unknown split"):
         load_cifar10_jpeg("dev", write(tmp_path, CONTENTS))
 
 

@@ -1,4 +1,4 @@
-"""Boxes: the distribution of the random ones, the place of the central ones."""
+"""Boxes: the distribution of random boxes, and the position of the central box."""
 
 import math
 
@@ -13,13 +13,13 @@ DRAWS = 20_000
 def heights_by_definition(
     height: int, width: int, min_area: float, min_covered: float
 ) -> np.ndarray:
-    """float64 (height + 1,): how likely a box's height is, summed over a grid of aspect ratios."""
+    """Returns the probability of each box height, float64 (height + 1,), over a grid of ratios."""
     shares = np.zeros(height + 2)
     least = min_area * height * width
     for ratio in np.linspace(3 / 4, 4 / 3, 2001):
         low = round(math.sqrt(least / ratio))
         allowed = [h for h in range(low, height + 1) if round(h * ratio) <= width]
-        for h in allowed:  # where rounding leaves too little, it is one row more
+        for h in allowed:  # if rounding leaves too small an area, one row is added
             high = h + (h * round(h * ratio) < least)
             if high * round(high * ratio) >= min_covered * height * width:
                 shares[high] += 1 / len(allowed)
@@ -30,35 +30,36 @@ def heights_by_definition(
     "height, width, min_area, min_covered",
     [(75, 100, 0.08, 0.1), (75, 100, 0.08, 0.0), (90, 60, 0.3, 0.1), (75, 100, 0.2, 0.25)],
 )
-def test_heights_are_uniform_over_what_fits(
+def test_heights_are_uniform_among_those_that_fit(
     height: int, width: int, min_area: float, min_covered: float
 ) -> None:
     rng = np.random.default_rng(0)
     boxes = [inception_box(height, width, rng, min_area, min_covered) for _ in range(DRAWS)]
-    found = np.bincount([box.height for box in boxes], minlength=height + 1) / DRAWS
+    actual = np.bincount([box.height for box in boxes], minlength=height + 1) / DRAWS
     expected = heights_by_definition(height, width, min_area, min_covered)
-    # Four standard deviations of a count, and what the grid of ratios leaves.
-    assert (np.abs(found - expected) < 4 * np.sqrt(expected / DRAWS) + 2e-3).all()
+    # Four standard deviations of a count, plus the grid's error.
+    assert (np.abs(actual - expected) < 4 * np.sqrt(expected / DRAWS) + 2e-3).all()
     ratios = np.array([box.width / box.height for box in boxes])
     if min_covered > 0.2:
-        return  # what is drawn again is not of each ratio as often
+        return  # boxes that are drawn again make the ratios uneven
     assert abs(ratios.mean() - (3 / 4 + 4 / 3) / 2) < 0.01
-    # Uniform ratios have a standard deviation of a twelfth's root of their range.
+    # A uniform ratio has a standard deviation of its range / sqrt(12).
     assert abs(ratios.std() - (4 / 3 - 3 / 4) / math.sqrt(12)) < 0.01
 
 
 def test_areas_are_as_often_as_tensorflows() -> None:
-    """100,000 boxes of its op for 75 by 100 pixels, by tenths of the picture; as the TPU code asks.
+    """Compares the histogram of areas, in tenths of 75 by 100 pixels, with TensorFlow's op.
 
-    TensorFlow 2.21, tf.image.stateless_sample_distorted_bounding_box with area_range=(0.08, 1),
-    aspect_ratio_range=(3/4, 4/3), min_object_covered=0.1, max_attempts=10, the whole as the object.
+    The numbers are from 100,000 boxes that tf.image.stateless_sample_distorted_bounding_box of
+    TensorFlow 2.21 drew with the TPU code's arguments: area_range=(0.08, 1), aspect_ratio_range=(3/4,
+    4/3), min_object_covered=0.1, max_attempts=10, and the full image as the object.
     """
     theirs = np.array([0, 23403, 17731, 14987, 13372, 12062, 8546, 5610, 3113, 1176]) / 1e5
     rng = np.random.default_rng(5)
     boxes = [inception_box(75, 100, rng) for _ in range(DRAWS)]
     areas = np.array([box.height * box.width / 7500 for box in boxes])
-    found = np.histogram(areas, np.linspace(0, 1, 11))[0] / DRAWS
-    assert (np.abs(found - theirs) <= 4 * np.sqrt(theirs * (1 / DRAWS + 1e-5))).all()
+    actual = np.histogram(areas, np.linspace(0, 1, 11))[0] / DRAWS
+    assert (np.abs(actual - theirs) <= 4 * np.sqrt(theirs * (1 / DRAWS + 1e-5))).all()
 
 
 def test_boxes_keep_within_their_bounds() -> None:
@@ -71,12 +72,12 @@ def test_boxes_keep_within_their_bounds() -> None:
             continue
         assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
         assert 0.2 * height * width <= box.height * box.width
-        # Rounding moves a side by up to half a pixel.
+        # Rounding changes a side by up to half a pixel.
         assert (box.width + 0.5) / box.height >= 3 / 4
         assert (box.width - 0.5) / box.height <= 4 / 3
 
 
-def test_every_place_is_as_likely() -> None:
+def test_positions_are_uniform() -> None:
     rng = np.random.default_rng(2)
     tops = [[] for _ in range(25)]
     lefts = [[] for _ in range(31)]
@@ -84,41 +85,37 @@ def test_every_place_is_as_likely() -> None:
         box = inception_box(24, 30, rng, 0.3)
         tops[box.height].append(box.top)
         lefts[box.width].append(box.left)
-    for side, places in ((24, tops), (30, lefts)):
-        for length, found in enumerate(places):
-            if len(found) > 500:
-                counts = np.bincount(found, minlength=side - length + 1)
-                expected = len(found) / (side - length + 1)
+    for side, counts in ((24, tops), (30, lefts)):
+        for length, actual in enumerate(counts):
+            if len(actual) > 500:
+                counts = np.bincount(actual, minlength=side - length + 1)
+                expected = len(actual) / (side - length + 1)
                 assert len(counts) == side - length + 1
                 assert (np.abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
 
 
-def test_the_whole_and_the_smallest() -> None:
+def test_full_image_and_smallest_box() -> None:
     rng = np.random.default_rng(3)
     assert inception_box(1, 1, rng) == Box(0, 0, 1, 1)
-    whole = [inception_box(30, 30, rng, 1.0) for _ in range(300)]
-    assert Box(0, 0, 30, 30) in whole and set(whole) <= {Box(0, 0, 30, 30), None}
+    full = [inception_box(30, 30, rng, 1.0) for _ in range(300)]
+    assert Box(0, 0, 30, 30) in full and set(full) <= {Box(0, 0, 30, 30), None}
 
 
 def test_where_no_box_fits_there_is_none() -> None:
     rng = np.random.default_rng(4)
     assert inception_box(20, 400, rng) is None and inception_box(400, 20, rng) is None
-    # 4/3 of 20 by 20 is 0.083 of 20 by 320, less than 0.1 of it.
+    # The largest box, 20 by 26.7 pixels, covers 0.083 of the image, less than the minimum of 0.1.
     assert {inception_box(20, 320, rng) for _ in range(50)} == {None}
-    # Where that is enough, most attempts fail, some of ten succeed.
-    found = [inception_box(20, 320, rng, min_covered=0.0) for _ in range(300)]
-    assert 30 < sum(box is not None for box in found) < 290
+    # With a lower minimum most attempts fail, but some calls succeed in one of ten attempts.
+    actual = [inception_box(20, 320, rng, min_covered=0.0) for _ in range(300)]
+    assert 30 < sum(box is not None for box in actual) < 290
 
 
 @pytest.mark.parametrize(
     "height, width, fraction, expected",
     [
-        (
-            375,
-            500,
-            0.875,
-            Box(24, 86, 328, 328),
-        ),  # of the TPU code: int(0.875 * 375), (47 + 1) // 2
+        # As in the TPU code: int(0.875 * 375), (47 + 1) // 2.
+        (375, 500, 0.875, Box(24, 86, 328, 328)),
         (500, 375, 0.875, Box(86, 24, 328, 328)),
         (64, 64, 1.0, Box(0, 0, 64, 64)),
         (256, 341, 0.875, Box(16, 59, 224, 224)),

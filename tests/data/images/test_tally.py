@@ -1,4 +1,4 @@
-"""Counts of what is out of the ordinary, and what of it is told."""
+"""Counts of unusual images, and their reports."""
 
 import logging
 
@@ -12,7 +12,7 @@ def test_each_example_counts_once() -> None:
     assert [tally.add("grey", index) for index in (4, 9, 4)] == [1, 2, 0]
     assert tally.add("cmyk", 4) == 1
     assert tally.counts() == {"cmyk": 1, "grey": 2}
-    assert tally.describe() == "data set own: of the pictures read in training 2 grey, 1 CMYK"
+    assert tally.describe() == "data set own: images read in training include 2 grey, 1 CMYK"
     assert Tally("own").describe() == ""
 
 
@@ -20,20 +20,19 @@ def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFi
     tally = Tally("own:train")
     with caplog.at_level(logging.WARNING):
         for index in range(70):
-            for _ in range(2):  # met again in the next epoch
+            for _ in range(2):  # read again in the next epoch
                 tally.skip(index, f"file {index}", "it is not an image")
-    told = [record.getMessage() for record in caplog.records]
-    assert told[0] == (
-        "data set own:train: file 0 is left out, and the next one stands in for it: it is not an "
-        "image (1 so far)"
+    output = [record.getMessage() for record in caplog.records]
+    assert output[0] == (
+        "data set own:train: file 0 is left out, and the next good one replaces it: "
+        "it is not an image (1 so far)"
     )
-    assert [text.split()[4] for text in told[:20]] == [str(index) for index in range(20)]
-    assert told[20:] == [
+    assert [text.split()[4] for text in output[:20]] == [str(index) for index in range(20)]
+    assert output[20:] == [
         "data set own:train: 32 records are left out",
         "data set own:train: 64 records are left out",
     ]
     assert tally.counts() == {"bad": 70}
     assert tally.describe() == (
-        "data set own:train: of the pictures read in training 70 bad, and the bad ones were left "
-        "out"
+        "data set own:train: images read in training include 70 bad, and the bad ones were left out"
     )

@@ -1,4 +1,4 @@
-"""A prepared folder of made-up token ids, without a tokenizer."""
+"""A prepared folder of random token ids, without a tokenizer."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ def write_folder(
     num_shards: int = 1,
     vocabulary_size: int = 64,
 ) -> None:
-    """Writes documents of sentences of ids; every fourth token of the vocabulary is a `##` one."""
+    """Writes documents of sentences of ids; every fourth token in the vocabulary has a `##`."""
     folder.mkdir(exist_ok=True)
     made_up = [
         f"{'##' if number % 4 == 3 else ''}w{number}" for number in range(5, vocabulary_size)
@@ -32,19 +32,24 @@ def write_folder(
                 "name": path.name,
                 "bytes": path.stat().st_size,
                 "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "counts": _counts(chosen),
             }
         )
-    sentences = [sentence for document in documents for sentence in document]
     manifest = {
         "settings": {"format": shards.FORMAT, "cased": False},
+        "inputs": [],
         "vocabulary": {
-            "sha256": hashlib.sha256((folder / shards.VOCABULARY).read_bytes()).hexdigest()
+            "name": shards.VOCABULARY,
+            "size": vocabulary_size,
+            "sha256": hashlib.sha256((folder / shards.VOCABULARY).read_bytes()).hexdigest(),
         },
-        "counts": {
-            "documents": len(documents),
-            "sentences": len(sentences),
-            "tokens": sum(map(len, sentences)),
-        },
+        "counts": _counts(documents),
         "shards": described,
     }
     (folder / shards.MANIFEST).write_text(json.dumps(manifest))
+
+
+def _counts(documents: list[list[list[int]]]) -> dict[str, int]:
+    sentences = [sentence for document in documents for sentence in document]
+    counts = {"documents": len(documents), "sentences": len(sentences)}
+    return dict.fromkeys(shards.COUNTS, 0) | counts | {"tokens": sum(map(len, sentences))}

@@ -1,4 +1,4 @@
-"""Pre-training examples: what they hold, and that they depend on (seed, epoch, index) alone."""
+"""Pre-training examples: their content, and that it depends only on (seed, epoch, index)."""
 
 import itertools
 import pathlib
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from lamb_tpu import data
-from lamb_tpu.data.text.masked_lm import MaskedLmSource, Options
+from lamb_tpu.data.text.masked_lm import MaskedLmOptions, MaskedLmSource
 from lamb_tpu.data.text.shards import TokenShards
-from lamb_tpu.errors import UserError
 from tests.data.text.corpus import write_folder
+from tests.raising import rejected
 
-PAD, CLS, SEP, MASK = 0, 2, 3, 4  # of `corpus.write_folder`
-SMALL = Options(sequence_length=32, max_predictions=5)
+PAD, CLS, SEP, MASK = 0, 2, 3, 4  # as in `corpus.write_folder`
+SMALL = MaskedLmOptions(sequence_length=32, max_predictions=5)
 
 
 def made_up() -> list[list[list[int]]]:
@@ -53,19 +53,17 @@ def equal(one: data.Batch, other: data.Batch) -> bool:
     return all(np.array_equal(one[field], other[field]) for field in one)
 
 
-def is_within(part: list[int], whole: list[int]) -> bool:
-    text = ",".join(map(str, whole))
-    return f",{','.join(map(str, part))}," in f",{text},"
+def is_within(segment: list[int], full: list[int]) -> bool:
+    text = ",".join(map(str, full))
+    return f",{','.join(map(str, segment))}," in f",{text},"
 
 
 OPTIONS = {
     "pairs": SMALL,
-    "sentences": Options(sequence_length=32, max_predictions=5, next_sentence=False),
-    "static": Options(sequence_length=32, max_predictions=5, dupe_factor=3),
-    "static sentences": Options(
-        sequence_length=32, max_predictions=5, dupe_factor=2, next_sentence=False
-    ),
-    "words": Options(sequence_length=32, max_predictions=5, whole_words=True),
+    "sentences": MaskedLmOptions(sequence_length=32, max_predictions=5, next_sentence=False),
+    "static": MaskedLmOptions(sequence_length=32, max_predictions=5, dupe_factor=3),
+    "static sentences": MaskedLmOptions(32, 5, dupe_factor=2, next_sentence=False),
+    "words": MaskedLmOptions(sequence_length=32, max_predictions=5, whole_words=True),
 }
 
 
@@ -91,7 +89,7 @@ def test_pairs_are_text(shards: TokenShards) -> None:
         length = int(batch["attention_mask"][row].sum())
         assert ids[length:] == [PAD] * (32 - length) and not any(types[length:])
         assert batch["attention_mask"][row, :length].all()
-        first, second = (place for place, token in enumerate(ids) if token == SEP)
+        first, second = (index for index, token in enumerate(ids) if token == SEP)
         assert ids[0] == CLS and second == length - 1
         assert types[:length] == [0] * (first + 1) + [1] * (second - first)
         a, b = ids[1:first], ids[first + 1 : second]
@@ -102,7 +100,7 @@ def test_pairs_are_text(shards: TokenShards) -> None:
             assert set(of_a).isdisjoint(of_b)
         elif not label:
             assert set(of_a) & set(of_b)
-            if length < 32:  # nothing was cut off: B goes on where A ends
+            if length < 32:  # nothing was cut: B begins where A ends
                 assert any(is_within(a + b, document) for document in flat)
 
 
@@ -116,10 +114,10 @@ def test_full_sentences_are_text(shards: TokenShards) -> None:
         ids = unmasked(batch, row)
         assert ids[0] == CLS and ids[length - 1] == SEP and not any(ids[length:])
         stream += ids[1:length]
-    # All tokens in their order; a separator behind each document, and at most the ends besides.
+    # All tokens in order; separators after each document and at the ends of examples.
     assert [token for token in stream if token != SEP] == sum(sum(made_up(), []), [])
-    places = [place for place, token in enumerate(stream) if token == SEP]
-    assert len(source) <= len(places) <= len(source) + len(made_up())
+    separators = [index for index, token in enumerate(stream) if token == SEP]
+    assert len(source) <= len(separators) <= len(source) + len(made_up())
     text = ",".join(map(str, stream))
     for one, other in itertools.pairwise(made_up()):
         assert f"{one[-1][-1]},{SEP},{other[0][0]}" in text
@@ -155,17 +153,17 @@ def test_whole_words(shards: TokenShards) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_example_is_a_function_of_its_place(folder: pathlib.Path, name: str) -> None:
+def test_example_is_a_function_of_its_index(folder: pathlib.Path, name: str) -> None:
     first = MaskedLmSource(TokenShards(folder, in_memory=True), OPTIONS[name])
     other = MaskedLmSource(TokenShards(folder, in_memory=False), OPTIONS[name])
     assert first.name == other.name and len(first) == len(other)
-    whole = [everything(first, epoch) for epoch in range(3)]
+    full = [everything(first, epoch) for epoch in range(3)]
     rng = np.random.default_rng(0)
     indices, epochs = rng.integers(0, len(first), 50), rng.integers(0, 3, 50)
-    found = other.gather(indices, epochs)
+    actual = other.gather(indices, epochs)
     for row, (index, epoch) in enumerate(zip(indices, epochs)):
-        for field in found:
-            np.testing.assert_array_equal(found[field][row], whole[epoch][field][index])
+        for field in actual:
+            np.testing.assert_array_equal(actual[field][row], full[epoch][field][index])
     assert equal(first.gather(indices), other.gather(indices, 0))
 
 
@@ -182,7 +180,7 @@ def test_static_masks_stay(shards: TokenShards) -> None:
     for name in ("static", "static sentences"):
         source = MaskedLmSource(shards, OPTIONS[name])
         assert equal(everything(source, 0), everything(source, 7))
-    # Copies of full sentences hold the same text under other masks; pairs are packed anew.
+    # Copies of full sentences have the same text but other masks; pairs are packed differently.
     size = len(source) // 2
     batch = everything(source)
     assert all(unmasked(batch, row) == unmasked(batch, row + size) for row in range(size))
@@ -194,7 +192,7 @@ def test_static_masks_stay(shards: TokenShards) -> None:
 
 def test_seeds_differ(shards: TokenShards) -> None:
     one, other = (
-        everything(MaskedLmSource(shards, Options(32, 5, next_sentence=False, seed=seed)))
+        everything(MaskedLmSource(shards, MaskedLmOptions(32, 5, next_sentence=False, seed=seed)))
         for seed in (0, 1)
     )
     assert (one["masked_positions"] != other["masked_positions"]).any(1).mean() > 0.9
@@ -202,12 +200,12 @@ def test_seeds_differ(shards: TokenShards) -> None:
 
 def test_batches_of_the_house(shards: TokenShards) -> None:
     source = MaskedLmSource(shards, SMALL)
-    whole = everything(source)
+    full = everything(source)
     batches = list(data.eval_batches(source, 16))
     ids = np.concatenate([batch["input_ids"] for batch in batches])[: len(source)]
-    np.testing.assert_array_equal(ids, whole["input_ids"])
+    np.testing.assert_array_equal(ids, full["input_ids"])
     loader = data.TrainLoader(source, len(source), seed=0)
-    for epoch in (0, 1):  # a batch an epoch
+    for epoch in (0, 1):  # one batch per epoch
         batch, indices = next(loader), data.example_order(0, epoch, len(source))
         for field, values in everything(source, epoch).items():
             np.testing.assert_array_equal(batch[field], values[indices])
@@ -216,27 +214,30 @@ def test_batches_of_the_house(shards: TokenShards) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "option, value, remedy, others",
     [
-        (dict(sequence_length=4), "sequence_length must be at least 5, found 4"),
-        (
-            dict(sequence_length=2, next_sentence=False),
-            "sequence_length must be at least 3, found 2",
-        ),
-        (dict(max_predictions=0), "max_predictions must be at least 1, found 0"),
-        (dict(dupe_factor=-1), "dupe_factor must be at least 0, found -1"),
-        (dict(mask_probability=1.5), r"mask_probability must lie in 0\.\.1, found 1.5"),
-        (dict(seed=-1), r"seed must lie in 0\.\.2\*\*64-1, found -1"),
+        ("sequence_length", 4, "use at least 5", {}),
+        ("sequence_length", 2, "use at least 3", {"next_sentence": False}),
+        ("max_predictions", 0, "use at least 1", {}),
+        ("dupe_factor", -1, "use at least 0", {}),
+        ("mask_probability", 1.5, "use 0 to 1", {}),
     ],
 )
-def test_bad_options(shards: TokenShards, changes: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        MaskedLmSource(shards, Options(**changes))
+def test_bad_options(
+    shards: TokenShards, option: str, value: float, remedy: str, others: dict
+) -> None:
+    with rejected(f"config.data.options.{option}", value, "is out of range", remedy):
+        MaskedLmSource(shards, MaskedLmOptions(**{option: value}, **others))
+
+
+def test_bad_seed(shards: TokenShards) -> None:
+    with rejected("config.seed", -1, "is out of range", "use 0 to 2**64-1"):
+        MaskedLmSource(shards, MaskedLmOptions(seed=-1))
 
 
 def test_one_document_has_no_other(tmp_path: pathlib.Path) -> None:
     write_folder(tmp_path, made_up()[:1])
     shards = TokenShards(tmp_path)
-    with pytest.raises(UserError, match="needs at least 2 documents, .* has 1; prepare the text"):
+    with rejected("config.data.options.next_sentence", True, "needs at least 2 documents, but"):
         MaskedLmSource(shards, SMALL)
     assert len(MaskedLmSource(shards, OPTIONS["sentences"])) > 1

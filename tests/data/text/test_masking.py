@@ -1,4 +1,4 @@
-"""Masking: the vectors against the original's loop in plain Python, and its shares."""
+"""Masking, compared with BERT's loop in plain Python; frequencies of masks and replacements."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ PAD, CLS, SEP, MASK, SIZE = 0, 1, 2, 3, 1000
 
 
 def made_up(num_examples: int, length: int, seed: int, two: bool = True) -> dict:
-    """Examples [CLS] A [SEP] (B [SEP]) [PAD] ... of random tokens and words."""
+    """Makes examples [CLS] A [SEP] (B [SEP]) [PAD] ... of random tokens and words."""
     rng = np.random.default_rng(seed)
     ids = np.zeros((num_examples, length), np.int32)
     is_text = np.zeros(ids.shape, bool)
@@ -29,6 +29,10 @@ def made_up(num_examples: int, length: int, seed: int, two: bool = True) -> dict
     }
 
 
+def mask(given: dict, **arguments: float) -> tuple[np.ndarray, ...]:
+    return mask_tokens(**given, mask_id=MASK, vocabulary_size=SIZE, **arguments)
+
+
 def plain_mask(
     ids: list[int],
     is_text: list[bool],
@@ -37,7 +41,7 @@ def plain_mask(
     max_predictions: int,
     probability: float,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """`create_masked_lm_predictions` of BERT, with the random numbers of the hash."""
+    """BERT's `create_masked_lm_predictions`, with random numbers from `hashing`."""
     candidates: list[list[int]] = []
     for i, text in enumerate(is_text):
         if text and not is_head[i] and is_text[i - 1]:
@@ -67,12 +71,8 @@ def test_it_is_the_original(max_predictions: int, probability: float, whole_word
     given = made_up(60, 48, seed=2)
     if not whole_words:
         given["is_head"][:] = True
-    masked, positions, targets, weights = mask_tokens(
-        **given,
-        mask_id=MASK,
-        vocabulary_size=SIZE,
-        max_predictions=max_predictions,
-        probability=probability,
+    masked, positions, targets, weights = mask(
+        given, max_predictions=max_predictions, probability=probability
     )
     assert positions.shape == targets.shape == weights.shape == (60, max_predictions)
     for row in range(60):
@@ -94,11 +94,9 @@ def test_shares(whole_words: bool) -> None:
     given = made_up(4000, 128, seed=5, two=False)
     if not whole_words:
         given["is_head"][:] = True
-    masked, positions, targets, weights = mask_tokens(
-        **given, mask_id=MASK, vocabulary_size=SIZE, max_predictions=20
-    )
+    masked, positions, targets, weights = mask(given, max_predictions=20)
     count = weights.sum()
-    assert (weights.sum(1) <= 19).all()  # round(128 * 0.15), below the 20 places
+    assert (weights.sum(1) <= 19).all()  # round(128 * 0.15), fewer than the 20 entries
     if not whole_words:
         assert (weights.sum(1) == 19).all()
     assert count > 0.98 * 19 * 4000
@@ -108,11 +106,11 @@ def test_shares(whole_words: bool) -> None:
     assert abs((now == then).mean() - 0.1) < 0.005
     others = now[(now != MASK) & (now != then)]
     assert abs(len(others) / count - 0.1) < 0.005
-    assert others.min() < 10 and others.max() >= SIZE - 10  # any token, special ones too
+    assert others.min() < 10 and others.max() >= SIZE - 10  # any token, including special ones
     assert abs(others.mean() - SIZE / 2) < 12
     drawn = np.bincount(positions[weights > 0], minlength=128)[1:127]
     assert drawn.min() > 0.8 * drawn.mean() and drawn.max() < 1.2 * drawn.mean()
-    if whole_words:  # a word is predicted whole or not at all
+    if whole_words:  # all tokens of a word are predicted, or none
         chosen = np.zeros(given["ids"].shape, bool)
         np.put_along_axis(chosen, positions, weights > 0, 1)
         inside = ~given["is_head"] & given["is_text"] & (np.arange(128) > 1)
@@ -121,9 +119,7 @@ def test_shares(whole_words: bool) -> None:
 
 def test_nothing_else_changes() -> None:
     given = made_up(50, 40, seed=7)
-    masked, positions, _, weights = mask_tokens(
-        **given, mask_id=MASK, vocabulary_size=SIZE, max_predictions=6
-    )
+    masked, positions, _, weights = mask(given, max_predictions=6)
     changed = masked != given["ids"]
     allowed = np.zeros(changed.shape, bool)
     np.put_along_axis(allowed, np.where(weights > 0, positions, 0), True, 1)
@@ -134,22 +130,14 @@ def test_nothing_else_changes() -> None:
 def test_a_word_that_is_too_long_is_passed_over() -> None:
     ids = np.array([[CLS, 10, 11, 12, 13, 14, 15, SEP]], np.int32)
     is_text = np.array([[False] + [True] * 6 + [False]])
-    is_head = np.array([[False, True] + [False] * 6])  # one word of six tokens; one is wanted
-    masked, _, _, weights = mask_tokens(
-        ids,
-        is_text,
-        is_head,
-        hashing.words(0, np.arange(1)),
-        mask_id=MASK,
-        vocabulary_size=SIZE,
-        max_predictions=20,
-    )
+    is_head = np.array([[False, True] + [False] * 6])  # a word of six tokens, but one prediction
+    keys = hashing.words(0, np.arange(1))
+    given = {"ids": ids, "is_text": is_text, "is_head": is_head, "keys": keys}
+    masked, _, _, weights = mask(given, max_predictions=20)
     assert weights.sum() == 0 and (masked == ids).all()
 
 
-def test_more_places_than_tokens() -> None:
+def test_more_predictions_than_tokens() -> None:
     given = made_up(3, 10, seed=1)
-    _, positions, _, weights = mask_tokens(
-        **given, mask_id=MASK, vocabulary_size=SIZE, max_predictions=30
-    )
+    _, positions, _, weights = mask(given, max_predictions=30)
     assert positions.shape == weights.shape == (3, 30) and (weights.sum(1) >= 1).all()

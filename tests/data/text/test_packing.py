@@ -1,4 +1,4 @@
-"""Packing: the vectors against the original's loops in plain Python, and its probabilities."""
+"""Packing, compared with BERT's loops in plain Python; probabilities of the random choices."""
 
 import random
 
@@ -12,7 +12,7 @@ Document = list[list[int]]
 
 
 def made_up(num_documents: int, longest: int, seed: int) -> list[Document]:
-    """Documents of sentences whose tokens are numbered through, so that each is its own place."""
+    """Makes documents of sentences; each token is its index in the text."""
     rng = random.Random(seed)
     number = iter(range(10**9))
     return [
@@ -29,7 +29,7 @@ def bounds(documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
 def plain_pairs(
     documents: list[Document], max_tokens: int, seed: int, copy: int, short: float
 ) -> list[tuple[list[int], list[int], bool]]:
-    """`create_instances_from_document` of BERT, each example with a target of its own."""
+    """BERT's `create_instances_from_document`, with a separate target for each example."""
     examples, firsts = [], np.cumsum([0, *map(len, documents)])
     for number, document in enumerate(documents):
         i = 0
@@ -67,16 +67,16 @@ def plain_pairs(
             sizes = [len(a), len(b)]
             while sum(sizes) > max_tokens:
                 sizes[0 if sizes[0] > sizes[1] else 1] -= 1
-            kept = []
+            remaining = []
             for segment, size, purpose in ((a, sizes[0], 6), (b, sizes[1], 7)):
                 front = coins(draw(purpose), len(segment) - size)
-                kept.append(segment[front : front + size])
-            examples.append((*kept, is_random))
+                remaining.append(segment[front : front + size])
+            examples.append((*remaining, is_random))
     return examples
 
 
 def coins(word: np.uint64, count: int) -> int:
-    """Heads among `count` coins, 64 from the top of each further word."""
+    """Counts the ones among `count` bits: 64 from each word hashed from `word`, the highest first."""
     heads = 0
     for number in range(-(-count // 64)):
         bits = format(int(hashing.words(number, word)), "064b")
@@ -94,14 +94,14 @@ def test_pairs_are_those_of_the_original(max_tokens: int, num_documents: int, lo
     flat = [token for document in documents for sentence in document for token in sentence]
     for copy in (0, 3):
         plan = packing.pack_pairs(*bounds(documents), max_tokens, 9, copy, 0.3)
-        found = [
+        actual = [
             (flat[a : a + a_size], flat[b : b + b_size], bool(is_random))
             for a, a_size, b, b_size, is_random in zip(*plan)
         ]
-        assert found == plain_pairs(documents, max_tokens, 9, copy, 0.3)
+        assert actual == plain_pairs(documents, max_tokens, 9, copy, 0.3)
 
 
-def test_what_a_user_relies_on() -> None:
+def test_pairs_follow_the_documents() -> None:
     documents = made_up(40, 300, seed=1)
     sentence_starts, document_starts = bounds(documents)
     plan = packing.pack_pairs(sentence_starts, document_starts, 125, seed=0)
@@ -117,18 +117,18 @@ def test_what_a_user_relies_on() -> None:
     same = document_of(plan.a_start) == document_of(plan.b_start)
     np.testing.assert_array_equal(same, ~plan.is_random)
     assert 0.45 < plan.is_random.mean() < 0.55
-    # A real B begins where a sentence does and A ends, unless tokens were cut off.
-    whole = ~plan.is_random & (plan.a_length + plan.b_length < 125)
-    np.testing.assert_array_equal(plan.b_start[whole], plan.a_start[whole] + plan.a_length[whole])
-    assert np.isin(plan.b_start[whole], sentence_starts).all()
-    # Sentences of up to 30 tokens: all examples but short ones and the last of a document fill up.
+    # Unless tokens were cut, a B that is not random begins where A ends, at a sentence's start.
+    uncut = ~plan.is_random & (plan.a_length + plan.b_length < 125)
+    np.testing.assert_array_equal(plan.b_start[uncut], plan.a_start[uncut] + plan.a_length[uncut])
+    assert np.isin(plan.b_start[uncut], sentence_starts).all()
+    # Sentences have up to 30 tokens; only short examples and a document's last example are not full.
     short = (plan.a_length + plan.b_length < 80).mean()
     assert 0.04 < short < 0.12
-    # Every document is used from its first sentence to its last.
+    # Every document is used from its first to its last sentence.
     assert set(document_of(plan.a_start)) == set(range(1, 41))
 
 
-def test_other_documents_and_places_are_drawn_evenly() -> None:
+def test_random_documents_and_positions_are_uniform() -> None:
     documents = [[[0]] * 500 for _ in range(5)]
     plan = packing.pack_pairs(*bounds(documents), 4, seed=3)
     of_random = plan.b_start[plan.is_random]
@@ -152,22 +152,22 @@ def test_copies_and_seeds_differ() -> None:
 
 
 def plain_spans(documents: list[Document], max_tokens: int) -> list[list[int | None]]:
-    """Greedy packing with explicit separators (None), tokens of whole sentences."""
+    """Greedy packing of full sentences with explicit separators (None)."""
     stream: list[tuple[list[int], bool]] = []
     for document in documents:
-        pieces = [
+        segments = [
             sentence[start : start + max_tokens]
             for sentence in document
             for start in range(0, len(sentence), max_tokens)
         ]
-        stream += [(piece, piece is pieces[-1]) for piece in pieces]
+        stream += [(segment, segment is segments[-1]) for segment in segments]
     examples: list[list[int | None]] = []
     current: list[int | None] = []
-    for piece, ends_document in stream:
-        if current and len(current) + len(piece) > max_tokens:
+    for segment, ends_document in stream:
+        if current and len(current) + len(segment) > max_tokens:
             examples.append(current)
             current = []
-        current = current + piece
+        current = current + segment
         if ends_document:
             current.append(None)
     examples.append(current)
@@ -180,16 +180,16 @@ def test_full_sentences(max_tokens: int, longest: int) -> None:
     documents = made_up(40, longest, seed=max_tokens)
     plan = packing.pack_sentences(*bounds(documents), max_tokens)
     expected = plain_spans(documents, max_tokens)
-    found = [list(range(start, start + length)) for start, length in zip(*plan)]
-    assert found == [[token for token in example if token is not None] for example in expected]
+    actual = [list(range(start, start + length)) for start, length in zip(*plan)]
+    assert actual == [[token for token in example if token is not None] for example in expected]
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 6, 40])
 def test_the_longer_segment_is_cut(total: int) -> None:
     sizes = np.arange(1, 60)
     a, b = (grid.ravel() for grid in np.meshgrid(sizes, sizes))
-    found = packing._truncate(a, b, total)
-    for one, other, one_kept, other_kept in zip(a, b, *found):
+    actual = packing._truncate(a, b, total)
+    for one, other, one_kept, other_kept in zip(a, b, *actual):
         while one + other > total:
             if one > other:
                 one -= 1
@@ -202,10 +202,3 @@ def test_ends_are_cut_evenly() -> None:
     trials = np.full(20_000, 100)
     heads = packing._binomial(hashing.words(0, np.arange(20_000)), trials)
     assert abs(heads.mean() - 50) < 0.15 and abs(heads.var() - 25) < 1.5
-
-
-def test_too_little_is_refused() -> None:
-    with pytest.raises(ValueError, match="found 1 and 60"):
-        packing.pack_pairs(*bounds(made_up(1, 50, seed=1)), 60, 0)
-    with pytest.raises(ValueError, match="max_tokens >= 1, found 0"):
-        packing.pack_sentences(*bounds(made_up(1, 50, seed=1)), 0)

@@ -1,4 +1,4 @@
-"""Reading of Multi30k's original files, and of a set in TFDS's form."""
+"""Reading of Multi30k's original files, and of a set prepared by TFDS."""
 
 import pathlib
 import shutil
@@ -6,10 +6,11 @@ import types
 from typing import Any
 
 import pytest
+import tensorflow_datasets as tfds
 
-from lamb_tpu.data.text import pairs
+from lamb_tpu.data import prepare
 from lamb_tpu.data.text.pairs import Multi30k, Pair, Wmt16
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 from tests.shared import shared
 
 
@@ -23,21 +24,21 @@ def test_multi30k() -> None:
     )
 
 
-def test_another_file_is_refused(tmp_path: pathlib.Path) -> None:
+def test_changed_file_is_rejected(tmp_path: pathlib.Path) -> None:
     for path in shared("data", "multi30k").glob("*.[de][en].gz"):
         shutil.copy(path, tmp_path / path.name)
     Multi30k(str(tmp_path))
     (tmp_path / "val.de.gz").chmod(0o644)
     (tmp_path / "val.de.gz").write_bytes((tmp_path / "val.en.gz").read_bytes())
-    with pytest.raises(UserError, match=r"val.de.gz is not the original file: it has sha256 14f7"):
+    with rejected("*/val.de.gz", ..., "has sha256", "get it again from"):
         Multi30k(str(tmp_path))
     (tmp_path / "val.de.gz").unlink()
-    with pytest.raises(UserError, match=r"val.de.gz cannot be read .*; get it from https://"):
+    with rejected("*/val.de.gz", ..., "cannot be read (No such file or directory)", "get it from"):
         Multi30k(str(tmp_path))
 
 
 def test_no_folder() -> None:
-    with pytest.raises(UserError, match="config.data.dir is missing; for multi30k"):
+    with rejected("config.data.dir", ..., "is missing", "give the folder of the original files,"):
         Multi30k(None)
 
 
@@ -56,22 +57,22 @@ def test_wmt16_through_tfds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked = []
     monkeypatch.setattr(
-        pairs.tfds, "builder", lambda name, data_dir: asked.append((name, data_dir)) or builder
+        tfds, "builder", lambda name, data_dir: asked.append((name, data_dir)) or builder
     )
-    monkeypatch.setattr(pairs, "is_prepared", lambda found: found is builder)
+    monkeypatch.setattr(prepare, "is_prepared", lambda actual: actual is builder)
     corpus = Wmt16("DIR")
     assert asked == [("wmt16_translate/de-en", "DIR")] and corpus.splits == ("train",)
-    found = list(corpus.read("train"))
-    assert len(found) == 3000 and found[2999] == ("Satz 2999", "Sentence 2999")
+    actual = list(corpus.read("train"))
+    assert len(actual) == 3000 and actual[2999] == ("Satz 2999", "Sentence 2999")
 
-    def refuse(split: str) -> None:
+    def reject(split: str) -> None:
         raise NotImplementedError
 
-    builder.as_data_source = refuse
-    with pytest.raises(UserError, match="is prepared as riegeli, which cannot be read by index"):
+    builder.as_data_source = reject
+    with rejected("DIR of data set wmt16", ..., "is prepared as riegeli, which cannot be"):
         next(corpus.read("train"))
 
 
 def test_wmt16_that_is_not_prepared(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="wmt16 is not prepared in .*file_format='array_record'"):
+    with rejected("data set wmt16", ..., "is not prepared in", "prepare it with"):
         Wmt16(str(tmp_path))

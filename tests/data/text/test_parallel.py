@@ -1,4 +1,4 @@
-"""Preparation of parallel text: the same files each time, and nothing half done."""
+"""Preparation of parallel text: reproducible files, and no incomplete folder."""
 
 import json
 import pathlib
@@ -10,8 +10,8 @@ import pytest
 from lamb_tpu.data.text import grammar, parallel
 from lamb_tpu.data.text.pairs import Multi30k, Pair
 from lamb_tpu.data.text.subwords import to_text
-from lamb_tpu.errors import UserError
 from tests import tiny
+from tests.raising import rejected
 from tests.shared import shared
 
 
@@ -32,10 +32,10 @@ def test_every_sentence_comes_back(tmp_path: pathlib.Path) -> None:
     assert prepared.sizes == {"train": 1687, "test": 255} and len(prepared.vocabulary) == 250
     for split in grammar.SPLITS:
         tokens, pairs = prepared.open(split), list(grammar.read(split))
-        found = sentences(tokens)
-        assert len(found) == 2 * len(pairs) and tokens.ids.dtype == np.uint16
-        assert all(ids[-1] == prepared.vocabulary.sep_id for ids in found)
-        texts = [to_text(ids, prepared.vocabulary) for ids in found]
+        actual = sentences(tokens)
+        assert len(actual) == 2 * len(pairs) and tokens.ids.dtype == np.uint16
+        assert all(ids[-1] == prepared.vocabulary.sep_id for ids in actual)
+        texts = [to_text(ids, prepared.vocabulary) for ids in actual]
         assert list(zip(texts[::2], texts[1::2])) == pairs
         assert tokens.references() == [pair.target for pair in pairs]
 
@@ -45,17 +45,15 @@ def test_the_same_files_each_time(tmp_path: pathlib.Path) -> None:
     again = parallel.prepare("grammar", Grammar(), 250, str(tmp_path / "b"))
     assert first.digest == again.digest
     assert tiny.fingerprint(tmp_path / "a") == tiny.fingerprint(tmp_path / "b")
+    # The manifest has a checksum of every other file.
+    folder = tmp_path / "a" / "lamb_tpu" / "grammar-250"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    sums = tiny.fingerprint(folder)
+    del sums["manifest.json"]
+    assert {name: item["sha256"] for name, item in files.items()} == sums
 
 
-def test_it_is_prepared_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
-    monkeypatch.setattr(parallel, "_write", None)
-    assert parallel.prepare("grammar", Grammar(), 250, str(tmp_path)).digest == first.digest
-
-
-def test_an_interrupted_preparation_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_preparation(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(self: Grammar, split: str) -> Iterator[Pair]:
         if split == "test":
             raise KeyboardInterrupt
@@ -66,37 +64,30 @@ def test_an_interrupted_preparation_leaves_nothing(
         with pytest.raises(KeyboardInterrupt):
             parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
     assert not (tmp_path / "lamb_tpu" / "grammar-250").exists()
-    assert parallel.prepare("grammar", Grammar(), 250, str(tmp_path)).sizes["test"] == 255
+    complete = parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
+    assert complete.sizes["test"] == 255
+    monkeypatch.setattr(parallel, "_write", None)  # a complete folder is not prepared again
+    assert parallel.prepare("grammar", Grammar(), 250, str(tmp_path)).digest == complete.digest
 
 
-def test_damage_and_other_inputs_are_told(tmp_path: pathlib.Path) -> None:
+def test_damage_and_other_inputs_are_reported(tmp_path: pathlib.Path) -> None:
     parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
     folder = tmp_path / "lamb_tpu" / "grammar-250"
     other = Grammar()
     other.sums = {"train": "3"}
-    with pytest.raises(UserError, match="was prepared with inputs = .*; delete "):
+    with rejected("*/grammar-250", ..., "was prepared with inputs={'train': '1',"):
         parallel.prepare("grammar", other, 250, str(tmp_path))
     content = (folder / "vocab.txt").read_text()
     (folder / "vocab.txt").write_text(content.replace("▁the", "▁eht"))
-    with pytest.raises(UserError, match="vocab.txt is not as it was prepared; delete "):
+    with rejected("*/vocab.txt", ..., "has changed since it was prepared"):
         parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
     (folder / "vocab.txt").write_text(content)
     (folder / "test.ids.npy").write_bytes(b"")
-    with pytest.raises(UserError, match="test.ids.npy is not as it was prepared"):
+    with rejected("*/test.ids.npy", ..., "has changed since it was prepared"):
         parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
     (folder / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="grammar-250 is damaged .*; delete "):
+    with rejected("*/grammar-250", ..., "is damaged (JSONDecodeError: Expecting"):
         parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
-
-
-def test_a_manifest_has_a_checksum_of_every_file(tmp_path: pathlib.Path) -> None:
-    parallel.prepare("grammar", Grammar(), 250, str(tmp_path))
-    folder = tmp_path / "lamb_tpu" / "grammar-250"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    sums = tiny.fingerprint(folder)
-    assert {name: item["sha256"] for name, item in manifest["files"].items()} == {
-        name: value for name, value in sums.items() if name != "manifest.json"
-    }
 
 
 @pytest.mark.long

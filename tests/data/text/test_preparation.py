@@ -1,4 +1,4 @@
-"""Preparation: what comes out, the same by every way, and what a user can do wrong."""
+"""Preparation: output that depends neither on processes nor on interruptions; user errors."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ import pytest
 from lamb_tpu.data.text import preparation, shards
 from lamb_tpu.data.text.preparation import Progress, Settings, prepare_text
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.errors import UserError
 from tests.data.text.test_reader import TinyText
+from tests.raising import rejected
 from tests.tiny import ROOT
 
 WORDS = ["the", "cat", "sat", "on", "##s", "a", "mat", ".", "!", "it"]
@@ -48,7 +49,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_what_comes_out(folder: pathlib.Path) -> None:
+def test_output(folder: pathlib.Path) -> None:
     manifest = prepare(folder, "out", documents="blank-lines")
     blocks = sum(range(1, 13))
     assert manifest["counts"] == {
@@ -76,7 +77,7 @@ def test_what_comes_out(folder: pathlib.Path) -> None:
     store = shards.TokenShards(folder / "out")
     tokens = [store.vocabulary.tokens[token] for token in store.read(np.arange(17))]
     assert tokens[:14] == "the cat ##s sat . it sat on a mat ! the cat .".split()
-    assert tokens[14:] == ["a", "[UNK]", "[UNK]"]  # the first file ends
+    assert tokens[14:] == ["a", "[UNK]", "[UNK]"]  # the end of the first file
     assert store.sentence_starts[:6].tolist() == [0, 5, 11, 14, 17, 22]
     assert store.document_starts[:4].tolist() == [0, 3, 4, 7]
 
@@ -85,7 +86,7 @@ def test_every_way_gives_the_same_bytes(folder: pathlib.Path) -> None:
     prepare(folder, "one", documents="blank-lines")
     prepare(folder, "two", processes=2, documents="blank-lines")
     assert contents(folder / "one") == contents(folder / "two")
-    # Where the input lies is no part of it either.
+    # The output does not depend on the input's folder.
     (folder / "elsewhere").mkdir()
     (folder / "in").rename(folder / "elsewhere" / "in")
     changes = settings(folder, documents="blank-lines")
@@ -100,40 +101,36 @@ def test_a_second_run_does_nothing(folder: pathlib.Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
 
 
-def test_an_interrupted_run_continues(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(folder, "whole")
+def test_interrupted_run_continues(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(folder, "full")
     written = []
     original = preparation._prepare_shard
 
-    def fail_at_third(path: pathlib.Path, *rest: object) -> None:
+    def fail_at_third(path: pathlib.Path, *rest: object) -> str:
         written.append(path.name)
         if len(written) == 3:
             path.with_name(f".{path.name}.part").write_bytes(b"half a shard")
             raise KeyboardInterrupt
-        original(path, *rest)
+        return original(path, *rest)
 
     monkeypatch.setattr(preparation, "_prepare_shard", fail_at_third)
     with pytest.raises(KeyboardInterrupt):
         prepare(folder, "out")
     assert not (folder / "out" / "manifest.json").exists()
-    with pytest.raises(UserError, match="is no prepared text"):
+    with rejected("*/manifest.json", ..., "cannot be read (No such file or directory)"):
         shards.TokenShards(folder / "out")
     seen: list[Progress] = []
     inputs = [f"{folder}/in/**/*.txt"]
     prepare_text(inputs, folder / "out", settings(folder), 1, seen.append)
-    assert len(set(written)) == len(written) - 1  # only the third was begun twice
-    assert contents(folder / "out") == contents(folder / "whole")
+    assert len(set(written)) == len(written) - 1  # only the third shard was begun twice
+    assert contents(folder / "out") == contents(folder / "full")
     total = sum(path.stat().st_size for path in (folder / "in").rglob("*.txt"))
     assert 0 < seen[0].resumed == seen[0].done < total
     assert seen[-1].done == seen[-1].total == total
 
 
-def test_what_a_loss_of_power_left_is_made_again(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(folder, "whole")
+def test_damaged_shards_are_redone(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(folder, "full")
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "_manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -143,7 +140,7 @@ def test_what_a_loss_of_power_left_is_made_again(
     second.with_suffix(".done.json").write_bytes(b"")
     third.unlink()
     prepare(folder, "out")
-    assert contents(folder / "out") == contents(folder / "whole")
+    assert contents(folder / "out") == contents(folder / "full")
 
 
 def test_a_complete_output_that_is_damaged(folder: pathlib.Path) -> None:
@@ -151,15 +148,34 @@ def test_a_complete_output_that_is_damaged(folder: pathlib.Path) -> None:
     shard = sorted((folder / "out").glob("*.array_record"))[1]
     content = shard.read_bytes()
     shard.unlink()
-    with pytest.raises(UserError, match=f"{shard.name} is missing, .*; delete the folder and prep"):
+    with rejected("*/text-00001-of-00009.array_record", ..., "is missing, though"):
         prepare(folder, "out")
     shard.write_bytes(content)
     (folder / "out" / "vocab.txt").unlink()
-    with pytest.raises(UserError, match="vocab.txt is missing, though manifest.json lists it; del"):
+    with rejected("*/vocab.txt", ..., "is missing, though manifest.json lists it"):
         prepare(folder, "out")
     (folder / "out" / "manifest.json").write_text("")
-    with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); delete the folder"):
+    with rejected("*/manifest.json", ..., "is damaged (Expecting value: line 1 column 1 (char 0))"):
         prepare(folder, "out")
+
+
+def test_a_complete_output_whose_manifest_is_damaged(folder: pathlib.Path) -> None:
+    prepare(folder, "out")
+    path = folder / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for changes, message in (
+        ({"counts": None}, ("*: counts", None, "is not valid", "use a section of keys")),
+        ({"shards": 5}, ("*: shards", 5, "is not valid", "use a list")),
+        ({"vocabulary": {"name": "vocab.txt"}}, ("*: vocabulary.size", ..., "is missing")),
+        ({"settings": []}, ("--output", ..., "has lost its settings", "delete the folder")),
+    ):
+        path.write_text(json.dumps(manifest | changes))
+        with rejected(*message):
+            prepare(folder, "out")
+    for content in ("[" * 100_000, "[]", "\0"):
+        path.write_text(content)
+        with rejected(path, ..., "is damaged (", "delete the folder"):
+            prepare(folder, "out")
 
 
 @pytest.mark.long
@@ -175,7 +191,7 @@ def test_killed_and_started_again(folder: pathlib.Path) -> None:
         "--shard-bytes=50000",
         "--processes=2",
     ]
-    prepare(folder, "whole", shard_bytes=50_000)
+    prepare(folder, "full", shard_bytes=50_000)
     process = subprocess.Popen([*command, f"--output={folder}/out"], cwd=ROOT)
     deadline = time.monotonic() + 300
     while not list((folder / "out").glob("*.done.json")):
@@ -185,12 +201,12 @@ def test_killed_and_started_again(folder: pathlib.Path) -> None:
     workers = children.read_text().split() if children.exists() else []
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while any(_is_alive(worker) for worker in workers):  # they do not outlive the first process
+    while any(_is_alive(worker) for worker in workers):  # they end with the main process
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not (folder / "out" / "manifest.json").exists()
     prepare(folder, "out", shard_bytes=50_000)
-    assert contents(folder / "out") == contents(folder / "whole")
+    assert contents(folder / "out") == contents(folder / "full")
 
 
 def _is_alive(process: str) -> bool:
@@ -210,24 +226,24 @@ def test_a_vocabulary_is_trained(folder: pathlib.Path) -> None:
 
 def test_a_vocabulary_of_weights_that_keep_case(folder: pathlib.Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    with pytest.raises(UserError, match="vocab.txt is of text with cased = True, .*; give --cased"):
+    with rejected("--vocab", ..., "is a vocabulary with cased=True, as the file beside it says"):
         prepare(folder, "out")
     assert not (folder / "out").exists()
     assert prepare(folder, "out", cased=True)["settings"]["cased"] is True
     (folder / "text.json").write_text('{"cased": false}')
-    with pytest.raises(UserError, match="is of text with cased = False, .*; leave out --cased"):
+    with rejected("--vocab", ..., "is a vocabulary with cased=False, as the file beside it says"):
         prepare(folder, "other", cased=True)
 
 
 def test_a_tfds_set(folder: pathlib.Path) -> None:
-    TinyText(data_dir=folder / "sets").download_and_prepare(file_format="array_record")
+    TinyText.prepare(folder / "sets")
     changes = settings(folder, data_dir=str(folder / "sets"))
     manifest = prepare_text(["tfds:tiny_text"], folder / "out", changes, 1)
     assert manifest["counts"]["documents"] == 4 and manifest["counts"]["empty_documents"] == 1
     assert [item["name"] for item in manifest["inputs"]] == [
         "tiny_text-train.array_record-00000-of-00001"
     ]
-    with pytest.raises(UserError, match="tfds:tiny_text must be the only input"):
+    with rejected("--input", "tfds:tiny_text", "is not the only input", "give a TFDS set alone"):
         prepare_text(["tfds:tiny_text", f"{folder}/in/*"], folder / "both", changes, 1)
 
 
@@ -242,57 +258,54 @@ def test_documents_of_nothing_are_counted(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            dict(documents="page"),
-            "--documents=page is unknown; known are file, blank-lines, titles",
-        ),
-        (dict(sentences="x"), "--sentences=x is unknown; known are split, lines"),
-        (dict(train_vocab=50), "give one of --vocab=FILE and --train-vocab=N"),
-        (dict(vocab=None), "give one of --vocab=FILE and --train-vocab=N"),
-        (dict(shard_bytes=0), "--shard-bytes=0 must be at least 1"),
-        (dict(processes=0), "--processes=0 must be at least 1"),
-        (dict(vocab="none.txt"), "none.txt cannot be read"),
-        (dict(vocab=__file__), "is no vocabulary of BERT's"),
-        (dict(vocab=None, train_vocab=8), "--train-vocab=8 is too few"),
+        (dict(documents="page"), ("--documents", "page", "is unknown", "use file, blank-lines or")),
+        (dict(sentences="x"), ("--sentences", "x", "is unknown", "use split or lines")),
+        (dict(train_vocab=50), ("--vocab or --train-vocab", ..., "must be given, not both")),
+        (dict(vocab=None), ("--vocab or --train-vocab", ..., "must be given, not both")),
+        (dict(shard_bytes=0), ("--shard-bytes", 0, "is out of range", "use 1 to 2147483647")),
+        (dict(processes=0), ("--processes", 0, "is out of range", "use 1 to 2147483647")),
+        (dict(vocab="none.txt"), ("the vocabulary none.txt", ..., "cannot be read (No such file")),
+        (dict(vocab=__file__), ("*/test_preparation.py", ..., "is not a vocabulary of BERT: it")),
+        (dict(vocab=None, train_vocab=8), ("--train-vocab", 8, "is less than the 28 special")),
     ],
 )
-def test_bad_settings(folder: pathlib.Path, changes: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_bad_settings(folder: pathlib.Path, changes: dict, message: tuple[Any, ...]) -> None:
+    with rejected(*message):
         prepare(folder, "out", **changes)
-    prepare(folder, "out")  # which a mistake has not taken
+    prepare(folder, "out")  # the error has not reserved the folder
 
 
 def test_an_output_that_is_something_else(folder: pathlib.Path) -> None:
     prepare(folder, "out")
     Vocabulary([*SPECIAL_TOKENS, *WORDS, "dog"]).write(folder / "other.txt")
     for other in ({"vocab": str(folder / "other.txt")}, {"vocab": None, "train_vocab": 40}):
-        with pytest.raises(UserError, match="was begun with another vocabulary; delete the folder"):
+        with rejected("--output", ..., "was begun with another vocabulary"):
             prepare(folder, "out", **other)
-    with pytest.raises(UserError, match="was begun with cased = False, this command has True"):
+    with rejected("--output", ..., "was begun with cased=False, not True"):
         prepare(folder, "out", cased=True)
     (folder / "in" / "00.txt").write_text("Other text.")
-    with pytest.raises(UserError, match="was begun from other input files, or they have changed"):
+    with rejected("--output", ..., "was begun from other input files, or they have changed"):
         prepare(folder, "out")
-    with pytest.raises(UserError, match="is not empty and was not begun by this command"):
+    with rejected("--output", ..., "is not empty and was not begun by this", "use another folder"):
         prepare(folder, "in")
-    with pytest.raises(UserError, match="vocab.txt is a file; it must be a folder"):
+    with rejected("--output", ..., "is a file", "use a folder"):
         prepare(folder, "vocab.txt")
 
 
 def test_text_of_nothing(folder: pathlib.Path) -> None:
     (folder / "empty.txt").write_text("\n")
-    with pytest.raises(UserError, match="hold no text"):
+    with rejected("--output", ..., "would have no text, because the inputs", "give other inputs"):
         prepare_text([f"{folder}/empty.txt"], folder / "out", settings(folder), 1)
 
 
-def test_mistakes_in_other_processes_arrive(folder: pathlib.Path) -> None:
+def test_errors_in_workers_are_raised(folder: pathlib.Path) -> None:
     (folder / "in" / "11.txt").write_bytes(b"a\0b")
-    with pytest.raises(UserError, match="11.txt is no text: its line at byte 0 holds a NUL"):
+    with rejected("*/11.txt", ..., "is not text: its line at byte 0 holds a", "leave it out"):
         prepare(folder, "out", processes=2)
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_is_told(folder: pathlib.Path) -> None:
+def test_killed_worker_is_reported(folder: pathlib.Path) -> None:
     for path in (folder / "in").rglob("*.txt"):
         path.write_text(path.read_text() * 300)
 
@@ -301,15 +314,15 @@ def test_a_process_that_is_killed_is_told(folder: pathlib.Path) -> None:
             child.kill()
 
     inputs, changes = [f"{folder}/in/**/*.txt"], settings(folder, shard_bytes=20_000)
-    with pytest.raises(UserError, match="a process was killed, .* fewer than --processes=2"):
+    with rejected("a process", ..., "was killed, perhaps because memory ran out"):
         prepare_text(inputs, folder / "out", changes, 2, kill)
     prepare_text(inputs, folder / "out", changes, 1)
-    prepare_text(inputs, folder / "whole", changes, 1)
-    assert contents(folder / "out") == contents(folder / "whole")
+    prepare_text(inputs, folder / "full", changes, 1)
+    assert contents(folder / "out") == contents(folder / "full")
 
 
 def test_two_at_once(folder: pathlib.Path) -> None:
     (folder / "out").mkdir()
     with preparation._locked(folder / "out"):
-        with pytest.raises(UserError, match="is being prepared by another process"):
+        with rejected("--output", folder / "out", "is being prepared by another process"):
             prepare(folder, "out")

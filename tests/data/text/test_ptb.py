@@ -1,6 +1,7 @@
-"""The Penn Treebank: its real files, those packed, and those that are missing."""
+"""The Penn Treebank: its real files, compressed files, and missing files."""
 
 import lzma
+import os
 import pathlib
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 from lamb_tpu import data
 from lamb_tpu.data.text import ptb
-from lamb_tpu.errors import UserError
+from lamb_tpu.files import reading
+from tests.raising import rejected
 from tests.shared import shared
 
 LINES = {"train": " a b \n a c \n", "valid": " c a \n", "test": " b \n"}
@@ -22,20 +24,14 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def load(folder: pathlib.Path | None, split: str, **options: object) -> data.Source:
-    return data.load(
-        "ptb",
-        split,
-        source_dir=None if folder is None else str(folder),
-        options=options,
-        training=split == "train",
-        batch_size=2,
-    )
+    named = {"source_dir": folder and str(folder), "training": split == "train"}
+    return data.load("ptb", split, options=options, batch_size=2, **named)
 
 
 def test_words_are_numbered_by_the_training_text(folder: pathlib.Path) -> None:
     train = load(folder, "train", steps=2)
     assert train.streams == 2 and train.num_classes == 4
-    # <eos> and a stand twice, b and c once.
+    # <eos> and a occur twice, b and c once.
     batch = train.gather(np.arange(2))
     assert batch["inputs"].tolist() == [[1, 2], [1, 3]]
     assert batch["targets"].tolist() == [[2, 0], [3, 0]]
@@ -51,33 +47,55 @@ def test_packed_files(folder: pathlib.Path) -> None:
         (folder / f"ptb.{split}.txt.xz").write_bytes(lzma.compress(text.encode()))
     assert [load(folder, split, steps=1).name for split in LINES] == plain
     (folder / "ptb.test.txt.xz").write_bytes(b"no xz")
-    with pytest.raises(UserError, match=r"ptb\.test\.txt cannot be read \(Input format"):
+    with rejected("*/ptb.test.txt", ..., "cannot be read (Input format not supported by decoder)"):
         load(folder, "test")
 
 
-def test_mistakes(folder: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="config.data.dir is missing; for ptb it is the folder of"):
+def test_damaged_packed_files(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "ptb.test.txt"
+    path.unlink()
+    packed = path.with_name("ptb.test.txt.xz")
+    content = lzma.compress(b"\xef\xbb\xbfa b\n" * 9)
+    monkeypatch.setattr(reading, "MAX_TEXT_BYTES", 1000)
+    for damaged, reason in (
+        (content[:-20], "end-of-stream marker"),
+        (lzma.compress(b"a\nb\xff"), "line 2 is not UTF-8 (byte 0xff"),
+        (lzma.compress(b"a\0"), "line 1 has a NUL byte"),
+        # A decompression bomb: it is unpacked only up to the limit.
+        (lzma.compress(bytes(10**7)), "unpacked, it has more than 1,000 bytes"),
+    ):
+        packed.write_bytes(damaged)
+        with rejected("*/ptb.test.txt", ..., reason):
+            load(folder, "test")
+    packed.unlink()
+    os.mkfifo(packed)
+    with rejected("*/ptb.test.txt", ..., "cannot be read (it is a pipe, not a file)"):
+        load(folder, "test")
+
+
+def test_errors(folder: pathlib.Path) -> None:
+    with rejected("config.data.dir", ..., "is missing", "give the folder of ptb.train.txt,"):
         load(None, "train")
-    with pytest.raises(UserError, match="ptb has no split 'dev'; it has train, valid, test"):
+    with rejected("split of config.data.name='ptb'", "dev", "is unknown"):
         load(folder, "dev")
     (folder / "ptb.valid.txt").unlink()
-    with pytest.raises(UserError, match=r"ptb\.valid\.txt is missing.*has ptb.test.txt, ptb.tra"):
+    with rejected("*/ptb.valid.txt", ..., "which has ptb.test.txt, ptb.train.txt"):
         load(folder, "valid")
-    with pytest.raises(UserError, match="config.data.options.windows is unknown; ptb has"):
+    with rejected("config.data.options.windows", ..., "is unknown"):
         load(folder, "test", windows=3)
 
 
 def test_the_real_files() -> None:
     folder = shared("data", "ptb")
     for split, total in ptb.NUM_WORDS.items():
-        found = load(folder, split, steps=20)
+        actual = load(folder, split, steps=20)
         known = data.load_shapes(
             "ptb", split, options={"steps": 20}, training=split == "train", batch_size=2
         )
-        assert (len(found), found.num_classes) == (len(known), known.num_classes)
-        assert found.num_classes == ptb.VOCABULARY
-        assert found.element_spec == known.element_spec
+        assert (len(actual), actual.num_classes) == (len(known), known.num_classes)
+        assert actual.num_classes == ptb.VOCABULARY
+        assert actual.element_spec == known.element_spec
         if split == "train":
-            assert len(found) == 2 * ((total // 2 - 1) // 20)
+            assert len(actual) == 2 * ((total // 2 - 1) // 20)
         else:
-            assert found.arrays["length"].tolist() == [total - 1]
+            assert actual.arrays["length"].tolist() == [total - 1]

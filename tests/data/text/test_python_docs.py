@@ -1,4 +1,4 @@
-"""The text of Python's own help: prose, apart, and made in a moment."""
+"""The text of Python's help: prose, disjoint splits, and fast preparation."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 
 from lamb_tpu import data
 from lamb_tpu.data.text import python_docs
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +17,16 @@ def splits() -> dict[str, data.Source]:
         split: data.load("python_docs", split, options={"sequence_length": 64}, training=training)
         for split, training in (("train", True), ("test", False))
     }
-    assert time.process_time() - start < 10  # about two seconds of one core
+    assert time.process_time() - start < 10  # about two seconds on one core
     return loaded
 
 
 def test_the_text_is_prose() -> None:
     train, test = (python_docs.documents(split) for split in ("train", "test"))
     assert not set(train) & set(test)
-    paragraphs = [[text for found in part.values() for text in found] for part in (train, test)]
+    paragraphs = [
+        [text for actual in split_.values() for text in actual] for split_ in (train, test)
+    ]
     assert not set(paragraphs[0]) & set(paragraphs[1])
     assert len(paragraphs[0]) > 2 * len(paragraphs[1]) > 100
     text = "\n".join(paragraphs[0] + paragraphs[1])
@@ -63,7 +65,7 @@ def test_cloze_questions_have_their_answers() -> None:
     for question in questions:
         ((answer, start),) = question.answers
         assert question.context[start : start + len(answer)] == answer
-        gaps = [place for place, letter in enumerate(question.text) if letter == "_"]
+        gaps = [index for index, letter in enumerate(question.text) if letter == "_"]
         filled = [question.text[:gap] + answer + question.text[gap + 1 :] for gap in gaps]
         assert any(text in question.context for text in filled)
 
@@ -81,10 +83,10 @@ def test_cloze_source() -> None:
 
 
 @pytest.mark.parametrize("name", ["python_docs", "python_docs_cloze"])
-def test_mistakes(name: str) -> None:
-    with pytest.raises(UserError, match="have no split 'dev'; they have train and test"):
+def test_errors(name: str) -> None:
+    with rejected("split of Python's help topics", "dev", "is unknown", "use train or test"):
         data.load(name, "dev")
-    with pytest.raises(UserError, match="options.vocab_size is 100; it must be at least 512"):
+    with rejected("config.data.options.vocab_size", 100, "is out of range", "use at least 512"):
         data.load(name, "train", options={"vocab_size": 100})
-    with pytest.raises(UserError, match=f"options.vocab is unknown; {name} has, .*vocab_size"):
+    with rejected("config.data.options.vocab", ..., "is unknown"):
         data.load(name, "train", options={"vocab": "x"})

@@ -1,10 +1,9 @@
 """Python's help topics as streams of words."""
 
 import numpy as np
-import pytest
 
 from lamb_tpu import data
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 
 def load(split: str, **options: object) -> data.Source:
@@ -23,8 +22,8 @@ def test_splits_share_a_vocabulary() -> None:
     assert 0.05 < np.mean(test.arrays["targets"] == unknown) < 0.5
 
 
-def test_mistakes() -> None:
-    with pytest.raises(UserError, match="config.data.options.vocab_size is 1; it must be at leas"):
+def test_errors() -> None:
+    with rejected("config.data.options.vocab_size", 1, "is out of range", "use at least 2"):
         load("train", vocab_size=1)
-    with pytest.raises(UserError, match="have no split 'valid'; they have train and test"):
+    with rejected("split of Python's help topics", "valid", "is unknown"):
         load("valid")

@@ -1,12 +1,13 @@
-"""The vocabulary of a folder of weights, ours or of Hugging Face."""
+"""The vocabulary in a folder of weights, from this project or from Hugging Face."""
 
+import os
 import pathlib
 
 import pytest
 
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 VOCABULARY = Vocabulary([*SPECIAL_TOKENS, "a", "é"])
 
@@ -15,8 +16,8 @@ VOCABULARY = Vocabulary([*SPECIAL_TOKENS, "a", "é"])
 def test_saved_is_read_again(tmp_path: pathlib.Path, cased: bool) -> None:
     saved.save(tmp_path, VOCABULARY, cased)
     for path in (tmp_path, tmp_path / "vocab.txt", str(tmp_path)):
-        found, told = saved.read(path)
-        assert found.tokens == VOCABULARY.tokens and told is cased
+        actual, output = saved.read(path)
+        assert actual.tokens == VOCABULARY.tokens and output is cased
 
 
 @pytest.mark.parametrize(
@@ -25,12 +26,10 @@ def test_saved_is_read_again(tmp_path: pathlib.Path, cased: bool) -> None:
         (None, None),
         ('{"do_lower_case": false}', True),
         ('{"do_lower_case": true}', False),
-        ("{}", False),  # as transformers' BertTokenizer has it
+        ("{}", False),  # the default of transformers' BertTokenizer
     ],
 )
-def test_a_folder_of_hugging_face(
-    tmp_path: pathlib.Path, content: str | None, cased: bool | None
-) -> None:
+def test_hugging_face(tmp_path: pathlib.Path, content: str | None, cased: bool | None) -> None:
     VOCABULARY.write(tmp_path / "vocab.txt")
     if content is not None:
         (tmp_path / "tokenizer_config.json").write_text(content)
@@ -39,15 +38,30 @@ def test_a_folder_of_hugging_face(
 
 @pytest.mark.parametrize(
     "name, content",
-    [("text.json", "{"), ("text.json", "{}"), ("text.json", "[]"), ("tokenizer_config.json", "[]")],
+    [
+        ("text.json", "{"),
+        ("text.json", "{}"),
+        ("text.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"do_lower_case": [false]}'),
+        ("text.json", '{"cased": 5}'),
+        ("text.json", "[" * 100_000),
+    ],
 )
-def test_what_cannot_be_read(tmp_path: pathlib.Path, name: str, content: str) -> None:
+def test_unreadable_files(tmp_path: pathlib.Path, name: str, content: str) -> None:
     VOCABULARY.write(tmp_path / "vocab.txt")
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name} cannot be read .* whether vocab.txt keeps case"):
+    with rejected(tmp_path / name, ..., "does not say whether vocab.txt keeps case"):
+        saved.read(tmp_path)
+
+
+def test_a_pipe_beside_the_vocabulary(tmp_path: pathlib.Path) -> None:
+    VOCABULARY.write(tmp_path / "vocab.txt")
+    os.mkfifo(tmp_path / "text.json")
+    with rejected("*/text.json", ..., "does not say whether vocab.txt keeps"):
         saved.read(tmp_path)
 
 
 def test_no_vocabulary(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="vocab.txt cannot be read"):
+    with rejected("*/vocab.txt", ..., "cannot be read (No such file or", "give another file"):
         saved.read(tmp_path)

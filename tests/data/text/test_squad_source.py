@@ -1,7 +1,8 @@
-"""SQuAD by its name: fields, what leads back to text, and files that do not fit."""
+"""The SQuAD data set: fields, mapping back to text, and wrong files."""
 
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from lamb_tpu import data
 from lamb_tpu.data.text import saved
 from lamb_tpu.data.text.squad_source import SquadSource
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 WORDS = "who wrote it ? in 1890 , the old man . why".split()
 CONTEXT = "In 1890, the old man wrote it."
@@ -18,7 +19,6 @@ SIZES = {"max_length": 14, "document_stride": 2, "max_query": 4}
 
 
 def item(name: str, text: str | None, start: int | None = None) -> dict:
-    """A question with an answer, or without one, as v2 has them."""
     if text is None:
         return {"id": name, "question": "Why?", "answers": [], "is_impossible": True}
     start = CONTEXT.index(text) if start is None else start
@@ -51,8 +51,8 @@ def load(folder: pathlib.Path, split: str, training: bool = True, **options: obj
 
 def test_for_training(folder: pathlib.Path) -> None:
     source = load(folder, "train.json")
-    found = {field: (spec.shape, spec.dtype.name) for field, spec in source.element_spec.items()}
-    assert found == {
+    actual = {field: (spec.shape, spec.dtype.name) for field, spec in source.element_spec.items()}
+    assert actual == {
         "input_ids": ((14,), "int32"),
         "token_type_ids": ((14,), "int32"),
         "attention_mask": ((14,), "bool"),
@@ -61,7 +61,8 @@ def test_for_training(folder: pathlib.Path) -> None:
     }
     assert [question.id for question in source.questions] == ["b", "a", "v2"]
     asked = [source.questions[number].id for number in source.features.question]
-    # Nine tokens of context: three windows of seven beside the four tokens of the question.
+    # The context has nine tokens. Four tokens of question a leave seven in a window, so it has two
+    # windows; two tokens of question v2 leave nine, so it has one window.
     assert asked == ["a", "a", "v2"]
     batch = source.gather(np.arange(3))
     assert batch["start_position"].tolist() == [9, 7, 0]
@@ -69,8 +70,8 @@ def test_for_training(folder: pathlib.Path) -> None:
     tokens = [source.vocabulary.tokens[token] for token in batch["input_ids"][0]]
     assert tokens[9:12] == ["the", "old", "man"] and source.cased is False
     assert source.notes == (
-        "squad:train.json: 1 of 3 questions are left out of training, for their answer does not "
-        "stand in the context where the file says; the first is b",
+        "squad:train.json: 1 of 3 questions are left out of training, because their answer is "
+        "not in the context at the position that the file gives; the first is b",
     )
 
 
@@ -80,16 +81,17 @@ def test_for_evaluation(folder: pathlib.Path) -> None:
     assert sorted(set(source.features.question.tolist())) == [0, 1, 2]
     assert [question.impossible for question in source.questions] == [False, False, True]
     assert source.notes == (
-        "squad:train.json: 1 of 3 questions have no answer in their context, as SQuAD v2, and "
-        "count as wrong unless config.task.version2=True lets them be answered so; the first is v2",
+        "squad:train.json: 1 of 3 questions have no answer in their context, as in SQuAD v2, "
+        "and count as wrong unless config.task.version2=True allows the answer to be empty; the "
+        "first is v2",
     )
 
 
 def test_questions_to_predict_only(folder: pathlib.Path) -> None:
     write(folder / "test.json", item("a", "the old man"), {"id": "b", "question": "Who?"})
     assert load(folder, "test.json", training=False).notes == (
-        "squad:test.json: 1 of 2 questions have no answer in the file to be scored by, and count "
-        "as wrong; the first is b",
+        "squad:test.json: 1 of 2 questions have no answer in the file, and count as wrong; the "
+        "first is b",
     )
     write(folder / "test.json", item("a", "the old man"))
     assert load(folder, "test.json", training=False).notes == ()
@@ -106,33 +108,23 @@ def test_the_name_is_of_the_content(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "split, options, message",
+    "options, message",
     [
-        (
-            "dev.json",
-            {},
-            r"dev.json is no file; .* config.data.dir, which has bad.json, train.json$",
-        ),
-        ("bad.json", {}, "none of the 1 questions can be trained on: .* the first is b"),
-        (
-            "train.json",
-            {"cased": True},
-            r"options.cased is True, but .*net is of text with cased = F",
-        ),
-        ("train.json", {"vocab": None}, "config.data.options.vocab is missing; give the path of"),
-        ("train.json", {"vocab": "none.txt"}, "the vocabulary none.txt cannot be read"),
-        (
-            "train.json",
-            {"strid": 3},
-            "config.data.options.strid is unknown; squad has, .*vocab = ''",
-        ),
+        ({"cased": True}, ("config.data.options.cased", True, "differs from the vocabulary")),
+        ({"vocab": None}, ("config.data.options.vocab", ..., "is missing")),
+        ({"vocab": "none.txt"}, ("the vocabulary none.txt", ..., "cannot be read (No such file")),
+        ({"strid": 3}, ("config.data.options.strid", ..., "is unknown")),
     ],
 )
-def test_mistakes(folder: pathlib.Path, split: str, options: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load(folder, split, **options)
+def test_options(folder: pathlib.Path, options: dict, message: tuple[Any, ...]) -> None:
+    with rejected(*message):
+        load(folder, "train.json", **options)
 
 
-def test_no_folder() -> None:
-    with pytest.raises(UserError, match="config.data.dir is missing; for squad it is"):
+def test_files(folder: pathlib.Path) -> None:
+    with rejected("*/dev.json", ..., "is not a file", "use a file of config.data.dir as split; "):
+        load(folder, "dev.json")
+    with rejected("each of the 1 questions", ..., "has no answer at the"):
+        load(folder, "bad.json")
+    with rejected("config.data.dir", ..., "is missing", "give the folder of the JSON files, such"):
         data.load("squad", "train-v1.1.json")

@@ -1,11 +1,11 @@
-"""Joint subwords: the way to ids and back, and vocabularies that do not change."""
+"""Joint subwords: conversion to ids and back, and reproducible vocabularies."""
 
 import numpy as np
 import pytest
 
 from lamb_tpu.data.text.subwords import make_subwords, to_text, train_subwords
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 TEXTS = [
     "Ein Mädchen, das (sehr) laut lacht - „schön“, nicht?",
@@ -49,5 +49,5 @@ def test_the_same_text_gives_the_same_vocabulary() -> None:
 
 
 def test_too_small_a_vocabulary() -> None:
-    with pytest.raises(UserError, match="config.data.options.vocab_size=20 is too few"):
+    with rejected("config.data.options.vocab_size", 20, "is less than the 74 special tokens and"):
         vocabulary(20)

@@ -1,4 +1,4 @@
-"""WordPiece: against the algorithm written out in Python; a vocabulary made twice."""
+"""WordPiece: equals the algorithm in plain Python; vocabularies are reproducible."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from lamb_tpu.data.text import wordpiece
 from lamb_tpu.data.text.vocabulary import SPECIAL_TOKENS, Vocabulary
 from lamb_tpu.data.text.wordpiece import make_tokenizer, train_vocabulary
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 from tests.shared import shared
 from tests.tiny import ROOT
 
@@ -21,7 +21,7 @@ def is_punctuation(character: str) -> bool:
 
 
 def plain_tokens(text: str, vocabulary: dict[str, int], cased: bool) -> list[str]:
-    """The original's rules in plain Python: clean, lower, split, longest match first."""
+    """BERT's rules in plain Python: clean, lower, split, longest match first."""
     cleaned = ""
     for character in text:
         category = unicodedata.category(character)
@@ -39,23 +39,18 @@ def plain_tokens(text: str, vocabulary: dict[str, int], cased: bool) -> list[str
     words = "".join(f" {c} " if is_punctuation(c) else c for c in cleaned).split()
     tokens = []
     for word in words:
-        pieces, start = [], 0
+        segments, start = [], 0
         while start < len(word) <= 200:
             for stop in range(len(word), start, -1):
-                piece = ("##" if start else "") + word[start:stop]
-                if piece in vocabulary:
+                segment = ("##" if start else "") + word[start:stop]
+                if segment in vocabulary:
                     break
             else:
                 break
-            pieces.append(piece)
+            segments.append(segment)
             start = stop
-        tokens += pieces if start == len(word) else ["[UNK]"]
+        tokens += segments if start == len(word) else ["[UNK]"]
     return tokens
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary.read(shared("data", "bert_vocab", "vocab.txt"))
 
 
 TEXTS = [
@@ -95,7 +90,7 @@ def test_training_a_vocabulary() -> None:
     assert {"the", "and", "##s"} <= set(trained.tokens) and "The" not in trained.ids
     tokens = make_tokenizer(trained, cased=False).encode("The hand of\nthe sun").tokens
     assert "[UNK]" not in tokens
-    assert trained.tokens[5:15] == list("!\"$%&'(),-")  # sorted, and "#" does not occur
+    assert trained.tokens[5:15] == list("!\"$%&'(),-")  # sorted; "#" does not occur
     again = subprocess.run(
         [sys.executable, "-c", TRAIN.format(path=str(path))],
         cwd=ROOT,
@@ -104,17 +99,17 @@ def test_training_a_vocabulary() -> None:
         check=True,
     )
     assert again.stdout.strip() == ascii(trained.tokens)
-    with pytest.raises(UserError, match="--train-vocab=20 is too few: .* of this text are"):
+    with rejected("--train-vocab", 20, "is less than the 118 special tokens and"):
         train_vocabulary(lambda: lines, 20, cased=False)
 
 
-def test_characters_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["the cat sat", "über the mat, 12 times", "zzz qq the end"] * 3
-    whole = train_vocabulary(lambda: lines, 60, cased=False)
+    full = train_vocabulary(lambda: lines, 60, cased=False)
     monkeypatch.setattr(wordpiece, "_MAX_CHARACTERS", 8)
     few = train_vocabulary(lambda: lines, 60, cased=False)
     monkeypatch.setattr(wordpiece, "_MAX_WORDS", 2)
     assert train_vocabulary(lambda: lines, 60, cased=False).tokens == few.tokens
     monkeypatch.setattr(wordpiece, "_MAX_CHARACTERS", 1000)
-    assert train_vocabulary(lambda: lines, 60, cased=False).tokens == whole.tokens
-    assert len(few) < len(whole)
+    assert train_vocabulary(lambda: lines, 60, cased=False).tokens == full.tokens
+    assert len(few) < len(full)

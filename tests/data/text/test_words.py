@@ -1,20 +1,20 @@
-"""Words and their numbers, in the order of the classic language models."""
+"""Words and their ids, in the order of TensorFlow's and PyTorch's language models."""
 
 import doctest
 
 import numpy as np
-import pytest
 
 from lamb_tpu.data.text import words
 from lamb_tpu.data.text.words import encode, make_vocabulary, split_words
-from lamb_tpu.errors import UserError
+from tests.raising import rejected
 
 TEXT = " the cat sat \n a cat <unk> \n"
 
 
 def test_end_of_a_line_is_a_word() -> None:
     assert split_words(TEXT) == ["the", "cat", "sat", "<eos>", "a", "cat", "<unk>", "<eos>"]
-    # Also of a line without spaces at its ends, which TensorFlow's reader would glue to it.
+    # This also holds for a line without a space at its end, where TensorFlow's reader would join the
+    # last word and <eos>.
     assert split_words("a cat\nsat\n") == ["a", "cat", "<eos>", "sat", "<eos>"]
 
 
@@ -26,9 +26,9 @@ def test_vocabulary_is_in_the_order_of_counts_and_then_of_words() -> None:
 
 def test_unknown_words() -> None:
     vocabulary = make_vocabulary(split_words(TEXT), 4)
-    found = encode(["a", "dog", "cat"], vocabulary, "dogs")
-    assert found.dtype == np.int32 and found.tolist() == [2, 3, 1]
-    with pytest.raises(UserError, match="dogs has the word 'dog', which the training text lacks"):
+    actual = encode(["a", "dog", "cat"], vocabulary, "dogs")
+    assert actual.dtype == np.int32 and actual.tolist() == [2, 3, 1]
+    with rejected("dogs", ..., "has the word 'dog', but the training"):
         encode(["a", "dog"], ["a"], "dogs")
 
 

@@ -1,4 +1,4 @@
-"""An exchange for tests, with every kind of residual and two stages."""
+"""An exchange and an optimizer for tests; the exchange has all types of residuals and two stages."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ NAME = "tests.parallel.exchange.spread:Spread"
 
 @dataclasses.dataclass(frozen=True)
 class Spread(Exchange):
-    """Exact sums, sent otherwise: from update `start` on each device keeps a share of its own back.
+    """Returns exact sums, but from update `start` on each device withholds an amount.
 
-    What the devices keep is of opposite signs and sums to zero, and is added the next time. So the
-    sums are right only if each device gets back what it kept. `split` adds up the sums in chunks,
-    and `whole` counts the updates.
+    The amounts sum to zero over devices, and each device adds its amount in the next update. So the
+    sums are right only if each device gets its residual back. In the residual, `split` accumulates
+    the sums in chunks, and `whole` counts the updates and has the total of all sums.
     """
 
     axes: tuple[str, ...]
@@ -63,28 +63,24 @@ class Spread(Exchange):
 def momentum(
     learning_rate: Any, warmup: int = 2, decay: float = 0.9, axis_name: Any = None
 ) -> Reducing:
-    """SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
-    del axis_name  # it needs no sum over the parts of a tensor
+    """Returns SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
+    del axis_name  # the update needs no sums over shards
 
-    def update(
-        grads: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        reduce: Any = None,
-        stage: Any = None,
-        num_devices: int = 1,
-        **extra: Any,
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return moved(jax.tree.map(lambda m, g: decay * m + g, state[1], grads), state)
+
+    def message(
+        grads: Any, state: Any, params: Any, *, stage: Any, num_devices: int
     ) -> tuple[Any, Any]:
-        count, trace = state
-        if stage is None:
-            trace = jax.tree.map(lambda m, g: decay * m + g, trace, grads)
-        else:
-            trace = reduce(jax.tree.map(lambda m, g: decay * m / num_devices + g, trace, grads))
+        share = jax.tree.map(lambda m, g: decay * m / num_devices + g, state[1], grads)
+        return share, lambda trace: moved(trace, state)
+
+    def moved(trace: Any, state: Any) -> tuple[Any, Any]:
+        count, _ = state
         rate = learning_rate(count)
         return jax.tree.map(lambda m: -rate * m, trace), (count + 1, trace)
 
     def init(params: Any) -> Any:
         return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
 
-    return Reducing(init, update, lambda count: "momentum" if count >= warmup else None)
+    return Reducing(init, update, message, lambda count: "momentum" if count >= warmup else None)

@@ -1,4 +1,4 @@
-"""What exchanges inherit: one stage, and an empty residual."""
+"""Tests the defaults of an exchange: one stage, and an empty residual."""
 
 from lamb_tpu.parallel.exchange import EXCHANGES, Cast, Residual
 from tests.parallel.exchange.spread import Spread

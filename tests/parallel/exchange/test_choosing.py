@@ -1,4 +1,4 @@
-"""L-GreCo's choice: the least size within a budget of errors, against enumeration."""
+"""Compares L-GreCo's choice, the least size within an error budget, with all possible choices."""
 
 import itertools
 
@@ -24,9 +24,9 @@ def test_least_size(seed: int, factor: float) -> None:
     assert choosing.budget(errors, reference, 1.0) == pytest.approx(errors[:, 1].sum())
     every = list(itertools.product(range(4), repeat=4))
     fitting = [c for c in every if buckets[layers, c].sum() < choosing.BUCKETS]
-    found = choosing.choose(errors, sizes, reference, factor)
-    assert tuple(found) in fitting and errors[layers, found].sum() <= target
-    assert sizes[layers, found].sum() == min(sizes[layers, c].sum() for c in fitting)
+    actual = choosing.choose(errors, sizes, reference, factor)
+    assert tuple(actual) in fitting and errors[layers, actual].sum() <= target
+    assert sizes[layers, actual].sum() == min(sizes[layers, c].sum() for c in fitting)
 
 
 def test_no_choice() -> None:
@@ -34,7 +34,7 @@ def test_no_choice() -> None:
     assert choosing.choose(errors, sizes, 1, 0.01) is None
     assert choosing.choose(np.zeros_like(errors), sizes, 1) is None
     broken = errors.copy()
-    broken[0, 1] = np.nan  # in the reference, so that there is no budget
+    broken[0, 1] = np.nan  # an error of the reference option, so the budget is NaN
     assert choosing.choose(broken, sizes, 1) is None
 
 
@@ -43,5 +43,5 @@ def test_an_option_without_a_finite_error_is_not_taken() -> None:
     expected = choosing.choose(errors, sizes, 1, 1.2)
     errors = np.concatenate([errors, np.full((4, 1), np.nan)], axis=1)
     sizes = np.concatenate([sizes, np.zeros((4, 1))], axis=1)
-    found = choosing.choose(errors, sizes, 1, 1.2)
-    assert 4 not in found and found == expected
+    actual = choosing.choose(errors, sizes, 1, 1.2)
+    assert 4 not in actual and actual == expected

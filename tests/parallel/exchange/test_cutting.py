@@ -1,11 +1,11 @@
-"""Thresholds beside the authors' loop in Python, and what is sent by them."""
+"""Compares thresholds and selections with the loop of DGC's authors, in Python."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lamb_tpu.parallel.exchange import cutting
-from tests.quick import jit
 
 SIZE, BUDGET = 4_000, 100
 
@@ -17,13 +17,13 @@ def magnitudes(kind: str = "normal") -> np.ndarray:
 
 
 def looped(values: np.ndarray, threshold: np.float32, resample: bool) -> tuple[np.float32, int]:
-    """The authors' loop: the threshold, and the number of its changes."""
+    """Returns the threshold of the authors' loop, and how often the loop changed the threshold."""
     step = 0
     while step < 10:
-        found = (values >= threshold).sum()
-        if found < 80:
+        actual = (values >= threshold).sum()
+        if actual < 80:
             threshold *= np.float32(0.8)
-        elif found > 130 and not resample:
+        elif actual > 130 and not resample:
             threshold *= np.float32(1.3)
         else:
             break
@@ -34,11 +34,12 @@ def looped(values: np.ndarray, threshold: np.float32, resample: bool) -> tuple[n
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
 def test_thresholds_are_those_of_the_loop(kind: str) -> None:
     values = magnitudes(kind)
-    lowered = jit(lambda x, threshold: cutting.lowered(x, threshold, BUDGET))
-    adapted = jit(lambda x, threshold: cutting.adapted(x, threshold, BUDGET))
+    lowered = jax.jit(lambda x, threshold: cutting.lowered(x, threshold, BUDGET))
+    adapted = jax.jit(lambda x, threshold: cutting.adapted(x, threshold, BUDGET))
     steps = set()
     ordered = np.sort(values)[::-1]
-    # From one that selects nothing, even after ten changes, to one that selects all.
+    # The thresholds range from values that select nothing, even after ten changes, to 0, which
+    # selects everything.
     for start in (*100 * ordered[:2], *ordered[[0, 3, 20, 60, 79, 80, 100, 129, 131, 900]], 0):
         expected, step = looped(values, np.float32(start), True)
         threshold, exact = lowered(values, np.float32(start))

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: the rule in NumPy, stages, thresholds, and the bytes."""
+"""Tests Deep Gradient Compression: the rule against NumPy, stages, thresholds, and bytes."""
 
 import dataclasses
 import math
@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.parallel.exchange import EXCHANGES
 from lamb_tpu.parallel.exchange.dgc import DGC
 from tests.parallel.exchange import over
-from tests.quick import jit
+from tests.raising import rejected
 
 SHAPES = {"bias": (7,), "kernel": (10, 12), "scale": (), "table": (5, 4, 3)}
 EVERY = over.gradients(SHAPES, updates=4, devices=4)
 
 
 class Reference:
-    """The authors' rule with means over workers, exact top-k, in float64."""
+    """The authors' rule in float64, with means over workers and exact top-k."""
 
     def __init__(self, exchange: DGC, workers: int) -> None:
         self.options, self.workers = exchange, workers
@@ -36,14 +37,14 @@ class Reference:
         return m * u + g, m * u + g
 
     def __call__(self, grads: dict[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
-        found = {}
+        actual = {}
         for name, own in grads.items():
             own = np.float64(own)
             if own.ndim <= 2 or ratio == 1:
                 g = self.clipped(own.mean(0))
                 pairs = [self.momentum(u, g) for u in self.u[name]]
                 self.u[name] = np.stack([pair[0] for pair in pairs])
-                found[name] = pairs[0][1]
+                actual[name] = pairs[0][1]
                 continue
             sent = np.zeros(own.shape)
             for worker in range(self.workers):
@@ -56,8 +57,8 @@ class Reference:
                 if self.options.factor_masking:
                     u[where] = 0
                 self.u[name][worker], self.v[name][worker] = u, v
-            found[name] = sent.mean(0)
-        return found
+            actual[name] = sent.mean(0)
+        return actual
 
 
 @pytest.mark.long
@@ -74,14 +75,14 @@ class Reference:
     ids=str,
 )
 def test_rule(options) -> None:
-    """Gradients are shares of a mean: a quarter of each of four workers'."""
+    """The reference uses the mean over four workers, so a device's share is a quarter of a gradient."""
     exchange = DGC(over.AXES, 4, **options, sample_ratio=1.0)
     sums, residuals = over.run(exchange, [{n: g / 4 for n, g in grads.items()} for grads in EVERY])
     reference = Reference(exchange, workers=4)
-    for update, (grads, found) in enumerate(zip(EVERY, sums, strict=True)):
+    for update, (grads, actual) in enumerate(zip(EVERY, sums, strict=True)):
         expected = reference(grads, exchange.at(update).ratio)
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(actual[name], values, atol=2e-6, err_msg=name)
         device = residuals[update].device
         for place, name in enumerate(("kernel", "table")):
             for kept, wanted in (("momentum", reference.u), ("accumulated", reference.v)):
@@ -91,30 +92,32 @@ def test_rule(options) -> None:
 
 
 def test_dense_stage_before_a_sparse_one() -> None:
-    """Ratio 1 is momentum of the summed gradient; each device then goes on with its share."""
+    """With ratio 1 the momentum is that of the summed gradient; each device then has an equal share."""
     reference = Reference(DGC(over.AXES, 4), workers=4)
     residual = None
     for grads, ratio in zip(EVERY, (1.0, 1.0, 0.1, 0.1), strict=True):
         exchange = DGC(over.AXES, 4, ratio=ratio, sample_ratio=1.0)
-        (found,), (residual,) = over.run(exchange, [{n: g / 4 for n, g in grads.items()}], residual)
+        (actual,), (residual,) = over.run(
+            exchange, [{n: g / 4 for n, g in grads.items()}], residual
+        )
         for name, values in reference(grads, ratio).items():
-            np.testing.assert_allclose(found[name], values, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(actual[name], values, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.long
 def test_everything_is_sent_in_the_end() -> None:
-    """Without momentum, the sums sent and those accumulated are those of the gradients."""
+    """Without momentum, and after updates without new gradients, all gradients have been sent."""
     exchange = DGC(over.AXES, 4, ratio=0.1, momentum=0.0)
     sums, residuals = over.run(exchange, EVERY)
-    # On two devices in equal shares, without new gradients.
+    # Continue on two devices with equal shares, without new gradients.
     nothing = [{n: np.zeros((2, *s), np.float32) for n, s in SHAPES.items()}] * 30
     later, after = over.run(
         dataclasses.replace(exchange, num_devices=2), nothing, over.reshared(residuals[-1], 2)
     )
     for name in SHAPES:
         expected = sum(np.float64(grads[name]).sum(0) for grads in EVERY)
-        found = sum(np.float64(s[name]) for s in [*sums, *later])
-        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
+        actual = sum(np.float64(s[name]) for s in [*sums, *later])
+        np.testing.assert_allclose(actual, expected, atol=1e-4, err_msg=name)
     assert all(not np.any(leaf) for leaf in after[-1].device["accumulated"])
     assert all(np.any(leaf) for leaf in residuals[-1].device["accumulated"])
 
@@ -136,8 +139,8 @@ def test_warmup_stages() -> None:
 @pytest.mark.parametrize(
     "coeff, expected",
     [
-        (0.3, [0.3, 0.09, 0.027, 0.02]),  # the powers of a number, not below the ratio
-        ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below the ratio
+        (0.3, [0.3, 0.09, 0.027, 0.02]),  # powers of a number, at least the ratio
+        ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below `ratio`
         (None, [0.02 ** (k / 4) for k in range(1, 5)]),
     ],
 )
@@ -172,13 +175,13 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
         "equal": lambda: np.ones(size),
         "zero": lambda: np.zeros(size),
         "heavy": lambda: rng.pareto(0.5, size),
-        # Hardly any is in the samples.
+        # The samples contain hardly any of the few large values.
         "few": lambda: np.where(np.arange(size) % 997 == 5, 1.0 + np.arange(size), 1e-3),
     }[kind]().astype(np.float32)
     exchange = DGC(over.AXES, 8, ratio=0.01, resample=resample)
     sampling = exchange.sampling(size)
     assert sampling.stride > 1 and sampling.budget == 200
-    select = jit(lambda x, start: exchange.cut(x, sampling, start).mask(x))
+    select = jax.jit(lambda x, start: exchange.cut(x, sampling, start).mask(x))
     numbers = []
     for start in range(0, sampling.stride, 7):
         mask = np.asarray(select(values, start))
@@ -188,22 +191,25 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
     assert max(numbers) <= 200
     if kind in ("normal", "heavy"):
         assert min(numbers) >= 160  # the lower bound, 0.8 times the budget
-    if kind == "equal" and not resample:  # no threshold selects a part: all, or none, which wait
+    if kind == "equal" and not resample:  # a threshold is above no value or all values
         assert set(numbers) <= {0, 200}
 
 
 def test_too_many_above_the_threshold_are_replaced_by_the_largest() -> None:
-    """A few large values that the samples miss, among equal ones: sent wherever they are."""
+    """A few large values among equal values are sent, although the samples miss them.
+
+    With a threshold from all values, the first values are sent instead.
+    """
     values = np.ones(20_000, np.float32)
     values[[19_999, 17_003, 5]] = [3, 2, 4]
     exchange = DGC(over.AXES, 8, ratio=0.01)
     sampling = exchange.sampling(values.size)
-    mask = np.asarray(jit(lambda x: exchange.cut(x, sampling, jnp.int32(1)).mask(x))(values))
+    mask = np.asarray(jax.jit(lambda x: exchange.cut(x, sampling, jnp.int32(1)).mask(x))(values))
     assert mask.sum() == 200 and mask[[19_999, 17_003, 5]].all() and mask[:198].all()
     first = dataclasses.replace(exchange, sample_ratio=1.0)
     given = jnp.asarray(values)
     mask = np.asarray(first.cut(given, first.sampling(20_000), jnp.int32(0)).mask(given))
-    assert np.flatnonzero(mask).tolist() == list(range(200))  # as the authors do
+    assert np.flatnonzero(mask).tolist() == list(range(200))  # as in the authors' code
 
 
 def test_nan_reaches_every_device() -> None:
@@ -225,34 +231,39 @@ def test_starts_of_samples_change() -> None:
 
 
 def test_bytes_at_a_thousandth() -> None:
-    """Within 5 % of the values and indices; vectors in float32; nothing else."""
+    """Devices send values with indices, at most 5 % more than needed, and vectors in float32."""
     params = {
         "kernel": jax.ShapeDtypeStruct((1000, 900), jnp.float32),
         "other": jax.ShapeDtypeStruct((3, 3, 64, 200), jnp.float32),
         "bias": jax.ShapeDtypeStruct((900,), jnp.float32),
     }
-    found = over.sent(DGC(over.AXES, 8), params)
-    assert found.keys() == {"u32", "f32"}
+    actual = over.sent(DGC(over.AXES, 8), params)
+    assert actual.keys() == {"u32", "f32"}
     least = 7 * 0.001 * (900_000 + 115_200) * 8
-    assert least <= found["u32"] <= 1.05 * least
-    assert found["f32"] == 4 * 900 * 2 * 7 // 8
+    assert least <= actual["u32"] <= 1.05 * least
+    assert actual["f32"] == 4 * 900 * 2 * 7 // 8
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "key, given, value",
     [
-        ({"ratio": 0.0}, r"ratio must be in \(0, 1\], the fraction of values, not 0.0"),
-        ({"ratio": 2.0}, "ratio must be"),
-        ({"sample_ratio": 0.0}, "sample_ratio must be"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
-        ({"clip_norm": 0.0}, "clip_norm must be positive, not 0.0"),
-        ({"warmup_steps": -1}, "warmup_steps must not be negative, not -1"),
-        ({"warmup_stages": 0}, "warmup_stages must be at least 1, not 0"),
-        ({"warmup_coeff": 2.0}, r"warmup_coeff must be in \(0, 1\]"),
-        ({"warmup_coeff": (0.5, 0.0, 0.1, 0.1, 0.1)}, "each ratio of warmup_coeff must be in"),
-        ({"warmup_coeff": (0.5, 0.1)}, "warmup_coeff has 2 ratios, and warmup_stages is 5"),
+        ("ratio", 0.0, 0.0),
+        ("ratio", 2.0, 2.0),
+        ("sample_ratio", 0.0, 0.0),
+        ("momentum", 1.0, 1.0),
+        ("clip_norm", 0.0, 0.0),
+        ("warmup_steps", -1, -1),
+        ("warmup_stages", 0, 0),
+        ("warmup_coeff", 2.0, 2.0),
+        ("warmup_coeff", (0.5, 0.0, 0.1, 0.1, 0.1), 0.0),
     ],
 )
-def test_options_out_of_range(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        EXCHANGES["dgc"](over.AXES, 8, **options)
+def test_options_out_of_range(key, given, value) -> None:
+    with rejected(key, value, "is out of range", kind=ArgumentError):
+        EXCHANGES["dgc"](over.AXES, 8, **{key: given})
+
+
+def test_rejects_too_few_ratios() -> None:
+    problem = "has fewer ratios than warmup_stages=5"
+    with rejected("warmup_coeff", (0.5, 0.1), problem, kind=ArgumentError):
+        EXCHANGES["dgc"](over.AXES, 8, warmup_coeff=(0.5, 0.1))

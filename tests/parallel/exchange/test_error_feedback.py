@@ -1,26 +1,28 @@
-"""EF14, EF21 and EControl: what their sums keep, on any number of devices, and the bytes."""
+"""Tests EF14, EF21 and EControl: invariants of sums, changed numbers of devices, and sent bytes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lamb_tpu.errors import ArgumentError
 from lamb_tpu.parallel.exchange import EXCHANGES
 from lamb_tpu.parallel.exchange.compressors import Identity
-from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl
+from lamb_tpu.parallel.exchange.error_feedback import EF14, EF21, EControl, TopK
 from tests.parallel.exchange import over
+from tests.raising import rejected
 
 SHAPES = {"a": (6, 5), "b": (11,)}
 EVERY = over.gradients(SHAPES, updates=4)
 
 
 def flat(tree) -> np.ndarray:
-    """The leaves as one vector, behind a leading axis if they have one."""
+    """Returns the leaves as one flat vector."""
     return np.concatenate([np.float64(tree[name]).reshape(-1) for name in SHAPES])
 
 
 def summed(vectors) -> np.ndarray:
-    """Vectors of all devices, added up."""
+    """Returns one vector of the sums over devices of vectors (devices, n)."""
     return np.concatenate([np.float64(x).sum(0) for x in vectors])
 
 
@@ -38,9 +40,9 @@ def summed(vectors) -> np.ndarray:
 def test_ef14_sends_the_sum_of_all_gradients_in_the_end(options) -> None:
     sums, residuals = over.run(EF14(over.AXES, 8, **options), EVERY)
     given = sent = 0
-    for grads, found, residual in zip(EVERY, sums, residuals, strict=True):
+    for grads, actual, residual in zip(EVERY, sums, residuals, strict=True):
         given = given + flat({name: leaf.sum(0) for name, leaf in grads.items()})
-        sent = sent + flat(found)
+        sent = sent + flat(actual)
         np.testing.assert_allclose(sent + summed(residual.device["error"]), given, atol=1e-4)
     first = flat({name: leaf.sum(0) for name, leaf in EVERY[0].items()})
     is_whole = np.allclose(flat(sums[0]), first, atol=1e-5)
@@ -63,29 +65,33 @@ def test_ef14_sends_the_sum_of_all_gradients_in_the_end(options) -> None:
 def test_the_estimate_is_the_sum_of_the_devices_and_nears_a_constant_gradient(exchange) -> None:
     sums, residuals = over.run(exchange, EVERY[:1] * 25)
     wanted = flat({name: leaf.sum(0) for name, leaf in EVERY[0].items()})
-    for found, residual in zip(sums, residuals, strict=True):
+    for actual, residual in zip(sums, residuals, strict=True):
         every = (
             residual.device.get("estimate")
             if residual.device
             else [table[0] for table in residual.whole["estimates"]]
         )
-        np.testing.assert_allclose(flat(found), summed(every), atol=1e-4)
-    distances = [np.linalg.norm(flat(found) - wanted) for found in sums]
+        np.testing.assert_allclose(flat(actual), summed(every), atol=1e-4)
+    distances = [np.linalg.norm(flat(actual) - wanted) for actual in sums]
     assert distances[-1] < (0.05 if exchange.compressor == "topk" else 0.3) * distances[0]
 
 
 def test_econtrol_without_eta_is_ef21() -> None:
     options = {"ratio": 0.1}
     expected, _ = over.run(EF21(over.AXES, 8, **options), EVERY)
-    found, _ = over.run(EControl(over.AXES, 8, **options, eta=0.0), EVERY)
+    actual, _ = over.run(EControl(over.AXES, 8, **options, eta=0.0), EVERY)
     other, _ = over.run(EControl(over.AXES, 8, **options, eta=0.5), EVERY)
-    for a, b, c in zip(found[1:], expected[1:], other[1:], strict=True):
+    for a, b, c in zip(actual[1:], expected[1:], other[1:], strict=True):
         np.testing.assert_array_equal(flat(a), flat(b))
         assert not np.allclose(flat(a), flat(c))
 
 
 def test_plus_takes_the_nearer_of_two_on_each_device() -> None:
-    """By hand, one of three values: device 0 moves its estimate on, device 1 starts anew."""
+    """By hand, each device sends one of three values.
+
+    In the second update, device 0 adds the compressed difference to its estimate, and device 1
+    replaces its estimate by the compressed gradient.
+    """
     every = [
         {"x": np.array([[9.0, 0, 0], [9, 0, 0]], np.float32)},
         {"x": np.array([[9.0, 2, 0], [0, 5, 0]], np.float32)},
@@ -100,10 +106,10 @@ def test_momentum_is_an_average_that_begins_with_the_first_gradient() -> None:
     exchange = EF21(over.AXES, 8, compressor="identity", momentum=0.75)
     sums, _ = over.run(exchange, EVERY)
     average = None
-    for grads, found in zip(EVERY, sums, strict=True):
+    for grads, actual in zip(EVERY, sums, strict=True):
         total = flat({name: leaf.sum(0) for name, leaf in grads.items()})
         average = total if average is None else 0.75 * average + 0.25 * total
-        np.testing.assert_allclose(flat(found), average, atol=1e-4)
+        np.testing.assert_allclose(flat(actual), average, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_momentum_is_an_average_that_begins_with_the_first_gradient() -> None:
     ],
 )
 def test_goes_on_with_equal_shares_on_other_devices(made) -> None:
-    """The sums are kept: what EF14 has not sent is sent later, and estimates still add up."""
+    """After a change from 8 to 4 devices EF14 still sends unsent values, and estimates still add up."""
     _, residuals = over.run(made(8), EVERY)
     moved = over.reshared(residuals[-1], 4)
     later = over.gradients(SHAPES, 3, devices=4, seed=1)
@@ -125,8 +131,8 @@ def test_goes_on_with_equal_shares_on_other_devices(made) -> None:
         waiting, left = (summed(r.device["error"]) for r in (residuals[-1], after[-1]))
         np.testing.assert_allclose(sum(map(flat, sums)), given + waiting - left, atol=1e-4)
     else:
-        for found, residual in zip(sums, after, strict=True):
-            np.testing.assert_allclose(flat(found), summed(residual.device["estimate"]), atol=1e-4)
+        for actual, residual in zip(sums, after, strict=True):
+            np.testing.assert_allclose(flat(actual), summed(residual.device["estimate"]), atol=1e-4)
 
 
 PARAMS = {
@@ -139,11 +145,12 @@ PARAMS = {
     "exchange, values",
     [
         (EF14(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
+        (TopK(over.AXES, 8, ratio=0.001, layerwise=True), {"u32": 8 * 1001}),
         (EF21(over.AXES, 8, ratio=0.001, momentum=0.9), {"u32": 8 * 1001}),
         (EControl(over.AXES, 8, ratio=0.001), {"u32": 8 * 1001}),
         (EControl(over.AXES, 8, compressor="sign"), {"u8": 1001000 // 8, "f32": 4}),
         (EF14(over.AXES, 8, compressor="sign", layerwise=True), {"u8": 1001000 // 8, "f32": 8}),
-        # One more: which of the two a device sends.
+        # EF21+ also sends a flag: which of the two messages a device sends.
         (EF21(over.AXES, 8, ratio=0.001, plus=True), {"u32": 8 * 1001, "pred": 1}),
     ],
     ids=str,
@@ -171,19 +178,51 @@ def test_bfloat16_gradients_are_kept_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "made, options, message",
+    "made, options, problem",
     [
-        (EF14, {"ratio": 1.5}, r"ratio must be in \(0, 1\], the fraction of values, not 1.5"),
-        (EF14, {"compressor": "zip"}, "compressor must be one of topk, sign, identity, not 'zip'"),
-        (EF21, {"momentum": 1.0}, r"momentum must be in \[0, 1\), not 1.0"),
-        (EF21, {"momentum": 0.5, "plus": True}, "momentum must be 0 with plus=True, not 0.5"),
-        (EControl, {"eta": -1.0}, "eta must not be negative, not -1.0"),
+        (EF14, {"ratio": 1.5}, "is out of range"),
+        (TopK, {"ratio": 0}, "is out of range"),
+        (EF14, {"compressor": "zip"}, "is unknown"),
+        (EF21, {"momentum": 1.0}, "is out of range"),
+        (EF21, {"momentum": 0.5, "plus": True}, "is invalid with plus=True"),
+        (EControl, {"eta": -1.0}, "is out of range"),
     ],
 )
-def test_options_out_of_range(made, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_out_of_range(made, options, problem) -> None:
+    key, value = next(iter(options.items()))
+    with rejected(key, value, problem, kind=ArgumentError):
         made(over.AXES, 8, **options)
 
 
 def test_names() -> None:
-    assert [EXCHANGES[name] for name in ("ef14", "ef21", "econtrol")] == [EF14, EF21, EControl]
+    classes = {"topk": TopK, "ef14": EF14, "ef21": EF21, "econtrol": EControl}
+    assert {name: EXCHANGES[name] for name in classes} == classes
+
+
+def test_three_updates_of_topk_by_hand() -> None:
+    """Each of two devices sends one of four values."""
+    exchange = TopK(over.AXES, 2, ratio=0.25)
+    every = [
+        {"x": np.array([[4, 3, 0, 0], [0, -1, -2, 0]], np.float32)},
+        {"x": np.array([[0, 0, 2, 0], [0, -1, 0, 0]], np.float32)},
+        {"x": np.zeros((2, 4), np.float32)},
+    ]
+    sums, residuals = over.run(exchange, every)
+    assert [actual["x"].tolist() for actual in sums] == [
+        [4, 0, -2, 0],
+        [0, 3 - 2, 0, 0],
+        [0, 0, 2, 0],
+    ]
+    errors = [residual.device["error"][0].tolist() for residual in residuals]
+    assert errors == [[[0, 3, 0, 0], [0, -1, 0, 0]], [[0, 0, 2, 0], [0, 0, 0, 0]], [[0] * 4] * 2]
+
+
+def test_topk_sends_a_fraction_of_each_leaf_or_of_all() -> None:
+    shapes = {"a": (10, 10), "b": (20,)}
+    large_a = over.gradients(shapes, 1)
+    large_a[0]["a"] *= 100
+    for layerwise, number in ((False, (12, 0)), (True, (10, 2))):
+        _, (residual,) = over.run(TopK(over.AXES, 8, ratio=0.1, layerwise=layerwise), large_a)
+        error = np.concatenate(residual.device["error"], axis=-1)
+        assert (error[:, :100] == 0).sum(-1).tolist() == [number[0]] * 8
+        assert (error[:, 100:] == 0).sum(-1).tolist() == [number[1]] * 8

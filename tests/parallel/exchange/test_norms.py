@@ -1,4 +1,4 @@
-"""Norms against float64, of values whose squares are outside of float32, and of no values."""
+"""Compares norms with float64, also if squares overflow or underflow, and for empty vectors."""
 
 import jax.numpy as jnp
 import numpy as np

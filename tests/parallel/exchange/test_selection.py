@@ -1,4 +1,4 @@
-"""Thresholds, ranks and places of set entries, against sorts in NumPy."""
+"""Compares k-th largest values, masks of the largest, and indices of set entries with NumPy."""
 
 import doctest
 
@@ -56,9 +56,9 @@ def test_nan_is_among_the_largest_so_that_every_device_sees_it() -> None:
 def test_places_of_set_entries(size: int, share: float) -> None:
     mask = np.random.default_rng(size).random(size) < share
     where = np.flatnonzero(mask)
-    found = np.asarray(jax.jit(selection.places)(jnp.asarray(mask), jnp.arange(size + 3)))
-    np.testing.assert_array_equal(np.sort(found[: len(where)]), where)
-    np.testing.assert_array_equal(found[len(where) :], size)
+    actual = np.asarray(jax.jit(selection.places)(jnp.asarray(mask), jnp.arange(size + 3)))
+    np.testing.assert_array_equal(np.sort(actual[: len(where)]), where)
+    np.testing.assert_array_equal(actual[len(where) :], size)
     for count in (0, 1, size // 2, len(where), size, size + 1):
         first = np.zeros(size, bool)
         first[where[:count]] = True
@@ -66,7 +66,10 @@ def test_places_of_set_entries(size: int, share: float) -> None:
 
 
 def test_a_tpu_needs_no_more_memory_than_the_values_have() -> None:
-    """An axis of 32 would be padded to 128: 20 bytes a value, of which BERT-Large has 340 M."""
+    """With an axis of 32, which a TPU pads to 128, a program would need 20 bytes per value.
+
+    BERT-Large has 340 million values.
+    """
     size = 2**20
     mesh = Mesh(np.array(devices(topology("v3-8"))[:1]), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())

@@ -1,15 +1,15 @@
-"""Pages have the rows of every scale, what was measured first."""
+"""Pages have the rows of every scale, measured scales first."""
 
 import pathlib
 
 import pytest
 
-from lamb_tpu.reproduce import engine, jobs
+from lamb_tpu.reproduce import engine
 from lamb_tpu.reproduce.loading import load_all
 from lamb_tpu.reproduce.report import pages
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tuning import tuned
-from tests.reproduce.papers import TABLE, record, write
+from tests.reproduce.papers import TABLE, write
 from tests.reproduce.test_results import add, job_of
 
 SCALES = TABLE.replace(
@@ -26,18 +26,18 @@ about = "shorter"
 )
 
 
-def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
+def test_measured_scales_come_first(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, SCALES)
     page = pages.of_table(table, None)
     assert [part.scale.name for part in page.parts] == ["paper", "small"]
-    assert page.parts[0].told == "0 of 3 cells have runs. It takes a pod."
+    assert page.parts[0].summary == "0 of 3 cells have runs. Cost: a pod."
+    assert not any(
+        part.figures for part in page.parts
+    )  # below an empty table, learning rates are not drawn
     assert {row.state for row in page.parts[0].rows} == {"open", "unknown"}
-    # Where nothing was measured, the paper's scale stands for the cell.
-    assert [(part.scale.name, row.cell.name) for part, row in page.best] == [
-        ("paper", "lamb"),
-        ("paper", "adamw"),
-        ("paper", "lars"),
-    ]
+    # If nothing was measured, the cell is shown at the paper's scale.
+    expected = [("paper", "lamb"), ("paper", "adamw"), ("paper", "lars")]
+    assert [(part.scale.name, row.cell.name) for part, row in page.best] == expected
     add(Results(table), job_of(table), 0.92)
     page = pages.of_table(table, None)
     assert [part.scale.name for part in page.parts] == ["small", "paper"]
@@ -47,9 +47,14 @@ def test_what_was_measured_comes_first(tmp_path: pathlib.Path) -> None:
     assert page.hours == row.hours == pytest.approx(1.5 / 3600)
     assert [part.scale.name for part, _ in page.best] == ["small"] * 3
     assert row.run == ("python -m lamb_tpu.reproduce run small/digits --cells=lamb --scale=small")
+    assert (row.label, row.optimizer, row.batch) == (
+        "measured at another scale, 1 of 2 seeds",
+        "LAMB",
+        "128",
+    )
     assert row.configs[0].recipe == "digits:batch=128,optimizer=lamb"
     assert dict(row.configs[0].values)["optimizer.name"] == "'lamb'"
-    # Both scales have the same schedule, which is drawn once.
+    # Both scales have the same schedule, so it is drawn once.
     assert ["plans" in part.figures for part in page.parts] == [True, False]
 
 
@@ -70,23 +75,17 @@ def test_total_counts_a_cell_once(tmp_path: pathlib.Path) -> None:
     results = Results(table)
     for scale in ("paper", "small"):
         for seed in (0, 1):
-            job = job_of(table, seed=seed)._replace(scale=table.scales[scale])
-            flat = jobs.flat_configs([stage.config() for stage in jobs.stages(job)])
-            found = record("lamb", seed, 0.9, scale=scale, config=jobs.config_hash(flat))
-            results.add(found, flat)
+            add(results, job_of(table, seed=seed)._replace(scale=table.scales[scale]), 0.9)
     *counts, hours = pages.total([pages.of_table(table, None)])
     assert counts == [2, 1, 4] and hours == pytest.approx(4 * 1.5 / 3600)
 
 
 def test_spent() -> None:
-    assert [pages.spent(hours) for hours in (2.25, 0.5, 0.01)] == [
-        "2.2 hours",
-        "30.0 minutes",
-        "36 seconds",
-    ]
+    expected = ["2.2 hours", "30.0 minutes", "36 seconds"]
+    assert [pages.spent(hours) for hours in (2.25, 0.5, 0.01)] == expected
 
 
-def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
+def test_a_tuned_form_is_a_separate_part(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path)
     form = tuned(table, 3)
     results, scale = Results(form), form.scales["small"]
@@ -96,22 +95,16 @@ def test_a_tuned_form_is_a_part_of_its_own(tmp_path: pathlib.Path) -> None:
         add(results, job, accuracy)
     best = engine.measurements(form, scale, form.cells["lamb"], 1, results)
     assert best is not None
-    add(results, best[0], 0.95)
-    found = results.of(best[0])
-    assert found is not None
-    results.add(found | {"chosen": best[0].chosen}, results.config(found))
+    add(results, best[0], 0.95, chosen=best[0].chosen)
     page = pages.of_table(table, None)
     assert [part.name for part in page.parts] == ["small-tuned", "small"]
     part = page.parts[0]
-    assert part.about.startswith("Tuned: the best of 3 values of optimizer.learning_rate for every")
+    assert part.about.startswith("Tuned: the best of 3 values of optimizer.learning_rate per cell")
     row = part.rows[0]
     assert (row.id, row.measured, row.run[-9:]) == ("small-tuned-lamb", "95.0", " --tune=3")
-    # The command has the rate that the search chose.
+    # The command has the rate chosen by the search.
     rate = dict(row.configs[0].values)["optimizer.learning_rate"]
     assert f"--config.optimizer.learning_rate={rate} " in row.commands[0]
     assert len({row.id for part in page.parts for row in part.rows}) == 6
-    assert [(part.name, row.cell.name) for part, row in page.best] == [
-        ("small-tuned", "lamb"),
-        ("small-tuned", "adamw"),
-        ("small-tuned", "lars"),
-    ]
+    expected = [("small-tuned", "lamb"), ("small-tuned", "adamw"), ("small-tuned", "lars")]
+    assert [(part.name, row.cell.name) for part, row in page.best] == expected

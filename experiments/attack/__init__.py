@@ -1,0 +1,1 @@
+"""Fuzzing of the commands: bad inputs drawn from a seed, and commands that are killed and started again."""

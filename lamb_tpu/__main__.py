@@ -1,0 +1,6 @@
+"""Entry point of `python -m lamb_tpu`, which equals the command `lamb_tpu`."""
+
+from lamb_tpu import command
+
+if __name__ == "__main__":
+    command.main()

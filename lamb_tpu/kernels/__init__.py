@@ -1,0 +1,1 @@
+"""Network operations that run faster on some platforms than JAX's implementations."""
