@@ -19,7 +19,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import ABSENT, UserError
 from lamb_tpu.files import buckets, reading, writing
-from lamb_tpu.store import checksums
+from lamb_tpu.store import checksums, renamed
 from lamb_tpu.store.saving import Background
 
 T = TypeVar("T")
@@ -281,10 +281,10 @@ class Checkpoints:
     def _load(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         if callable(abstract_state):
             abstract_state = abstract_state(self._shapes(step))
-        loaded = self._checkpointer.load_checkpointables(
-            step, {"state": abstract_state, "position": None}
-        )
-        return jax.block_until_ready(loaded["state"]), loaded["position"]
+        wanted = renamed.as_stored(abstract_state, self._checkpointer.metadata(step).metadata)
+        loaded = self._checkpointer.load_checkpointables(step, {"state": wanted, "position": None})
+        state = renamed.as_now(loaded["state"], abstract_state)
+        return jax.block_until_ready(state), loaded["position"]
 
     def shapes(self, step: int) -> dict[str, Any]:
         """Returns the `jax.ShapeDtypeStruct`s of the state of update `step`, without random keys."""

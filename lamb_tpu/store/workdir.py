@@ -86,7 +86,9 @@ class Workdir:
         self._check_types()
         # A run that has begun continues only with the same config.
         if self.config.exists():
-            old, new = self.read_config(), flatten(config)
+            stored, new = self.read_config(), flatten(config)
+            # An earlier checkout did not store keys that were added later.
+            old = {key: value for key, value in flatten(Spec()).items() if key in new} | stored
             changed = differences(old, new, free_keys)
             if changed:
                 more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
