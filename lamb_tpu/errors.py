@@ -5,7 +5,7 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 # Characters that a terminal acts on, or that hide or reorder the text after them: C0 and C1
@@ -95,7 +95,7 @@ class UserError(Exception):
       key: subject of the sentence: a config key, a flag or a file, which the user can change.
       value: the rejected value; ABSENT: the message shows no value.
       problem: predicate of the sentence, such as 'is out of range'. No space precedes it if it begins
-        with ':' or ','.
+        with one of ':,=['.
       remedy: a command to the user, such as 'use at least 1'; '': none.
     """
 
@@ -111,7 +111,7 @@ class UserError(Exception):
             in_words = " " in text.rpartition(": ")[2]
             text += f" is {shown(self.value)}, which" if in_words else f"={shown(self.value)}"
         if self.problem:
-            text += f"{'' if self.problem[0] in ':,' else ' '}{self.problem}"
+            text += f"{'' if self.problem[0] in ':,=[' else ' '}{self.problem}"
         return printable(f"{text}; {self.remedy}" if self.remedy else text)
 
     def at(self, key: str) -> "UserError":
@@ -136,8 +136,11 @@ class Interrupted(Preempted):
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Turns an error that a wrong value raises in the block into a UserError that names a key."""
+def naming(key: str, fields: Container[str] = ()) -> Iterator[None]:
+    """Turns an error that a wrong value raises in the block into a UserError that names a key.
+
+    If the message begins with one of `fields`, such as 'eps=-1 must be', the error names 'KEY.eps'.
+    """
     try:
         yield
     except UserError as error:
@@ -146,7 +149,12 @@ def naming(key: str) -> Iterator[None]:
         raise error.at(key) from error
     except (ValueError, TypeError, ArithmeticError) as error:
         problem, _, remedy = " ".join(str(error).split()).partition("; ")
-        raise UserError(key, problem=f": {problem}", remedy=remedy) from error
+        field = re.match(r"(\w+)(?=[=\[])", problem)
+        if field and field[1] in fields:
+            key, problem = f"{key}.{field[1]}", problem[field.end() :]
+        else:
+            problem = f": {problem}"
+        raise UserError(key, problem=problem, remedy=remedy) from error
 
 
 def unknown(key: object, value: object, known: Iterable[object]) -> UserError:

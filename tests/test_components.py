@@ -312,10 +312,7 @@ def test_fields_of_toys_are_flags(toys: pathlib.Path) -> None:
             "Wild",
             "name='my_toys:Wild' needs the statistics noise_scale but has no largest batch; derive its class",
         ),
-        (
-            "Odd",
-            "config.batch_rule: the next batch must be a multiple of the batch granularity 8, ",
-        ),
+        ("Odd", "config.batch_rule: next_batch=.* must be a multiple of the batch granularity 8"),
         ("Broken", "custom module my_toys fails at line .*: KeyError: 'sizes'"),
         ("Doubling", "config.batch_rule.examples is missing; .* 'my_toys:Doubling' has no d"),
         ("Nothing", "config.batch_rule.name='my_toys:Nothing' does not exist; the module my_toys "),

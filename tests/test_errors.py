@@ -115,6 +115,12 @@ def test_naming_puts_the_key_first_and_keeps_the_fields() -> None:
         raise ArgumentError("y", 3, "is bad", "go")
     with rejected("config.x: data", ..., "is bad", "go"), naming("config.x"):
         raise UserError("data", ..., "is bad", "go")
+    with rejected("config.x.y", ..., "=3 is bad", "go"), naming("config.x", {"y"}):
+        raise ValueError("y=3 is bad; go")
+    with rejected("config.x.y", ..., "[1]=3 is bad"), naming("config.x", {"y"}):
+        raise ValueError("y[1]=3 is bad")
+    with rejected("config.x", ..., ": z=3 is bad"), naming("config.x", {"y"}):
+        raise ValueError("z=3 is bad")
     with pytest.raises(KeyError), naming("config.x"):
         raise KeyError
 

@@ -55,14 +55,15 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
     given = {key: value for key, value in fields.items() if key != "scaling"}
     with custom.calling(f"config.batch_rule.name={name!r}", failures=True):
         try:
-            rule = made(granularity=(1 + pairs) * granularity(spec), **given)
-        except (ValueError, TypeError) as error:
+            with naming("config.batch_rule", given):
+                rule = made(granularity=(1 + pairs) * granularity(spec), **given)
+        except UserError as error:
+            if "granularity" not in error.problem:
+                raise
             what = "two microbatches, 2 *" if pairs else "one microbatch,"
-            raise UserError(
-                "config.batch_rule",
-                problem=f": {error}",
-                remedy=f"the granularity is {what} config.batch_size / config.accumulation_steps",
-            ) from error
+            source = f"the granularity is {what} config.batch_size / config.accumulation_steps"
+            remedy = f"{error.remedy} ({source})"
+            raise UserError(error.key, error.value, error.problem, remedy) from error
     return rule, scaling
 
 

@@ -74,7 +74,7 @@ class Optimizer:
             # A custom optimizer gets only the mesh axes; a shipped optimizer also gets the dimension
             # that each axis splits.
             fields["axis_name"] = layout.axis_name if self.is_custom else layout.update_spec
-        with naming("config.optimizer"):
+        with naming("config.optimizer", fields):
             return factory.make_optimizer(fields, learning_rate, params)
 
 
@@ -82,7 +82,7 @@ def resolve_optimizer(section: Component) -> Optimizer:
     """Resolves the section config.optimizer."""
     fields = section.as_dict()
     name = fields.pop("name")
-    with naming("config.optimizer"):
+    with naming("config.optimizer", section.as_dict()):
         OPTIMIZERS.check(name, fields)
         build = OPTIMIZERS.find(name) if OPTIMIZERS.is_custom(name) else name
         arguments = factory.arguments_of({**fields, "name": build})

@@ -293,7 +293,7 @@ def _schedule(
         in_steps=in_steps,
     )
     decay = decays.arguments(schedule, span)
-    with naming("config.schedule"):
+    with naming("config.schedule", vars(schedule)):
         return schedules.warmup(
             peak,
             # A short trial of a recipe may end in its warm-up; `describe` warns about it.

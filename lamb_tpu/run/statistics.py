@@ -42,7 +42,7 @@ def statistics_of(spec: Spec) -> Statistics:
     if not 0 <= section.decay < 1:
         raise out_of_range("config.statistics.decay", section.decay, "at least 0 and below 1")
     pairs = section.modules
-    with naming("config.statistics"):
+    with naming("config.statistics", vars(section)):
         modules.check_pairs("modules", pairs)
     if pairs and not section.halves:
         problem = "needs config.statistics.halves, which compares the modules"

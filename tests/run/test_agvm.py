@@ -208,7 +208,7 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
                 "batch_size": 32,
                 "batch_rule": {"name": "ramp", "points": ((0, 16), (64, 32))},
             },
-            "batch_rule: the batch at 0 examples must be a multiple of the batch granularity 32.* the "
+            r"batch_rule.points\[0\]\[1\]=16 must be a multiple of the batch granularity 32; use 32 .the "
             r"granularity is two microbatches, 2 \* config",
         ),
         (

@@ -257,8 +257,8 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
             "schedule.end_factor=0.5 has no effect on the decay 'constant'",
         ),
         ({"schedule__hold": "a while"}, "schedule.hold: 'a while'"),
-        ({"schedule__warmup_power": 0.0}, "schedule: warmup_power=0.0 must be above 0"),
-        ({"schedule__first_step": -1}, "schedule: first_step=-1 must be at least 0"),
+        ({"schedule__warmup_power": 0.0}, "schedule.warmup_power=0.0 must be above 0"),
+        ({"schedule__first_step": -1}, "schedule.first_step=-1 must be at least 0"),
         (
             {"schedule__scaling": "random_matrix", "optimizer__name": "lars"},
             "schedule.scaling: optimizer='lars' has no random-matrix rule, .* 'linear' or",

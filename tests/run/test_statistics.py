@@ -237,7 +237,7 @@ def test_errors(devices: int, changes: dict[str, Any], fields: tuple[Any, ...]) 
 
 
 def test_modules_are_pairs() -> None:
-    with pytest.raises(UserError, match=f"^{KEY}: modules="):
+    with pytest.raises(UserError, match=f"^{KEY}.modules="):
         prepare(tiny.digits(**on(halves=True, modules=("body",))), None)
 
 

@@ -78,7 +78,7 @@ class Rule:
     def decide(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
         """Returns the result of `next_batch`; raises ValueError if it is not a valid batch size."""
         found = self.next_batch(batch, statistics, examples)
-        check_granularity("the next batch", found, self.granularity)
+        check_granularity("next_batch", found, self.granularity)
         return int(found)
 
 
@@ -115,7 +115,7 @@ class Bounded(Rule):
             if getattr(self, name) is not None:
                 check_granularity(name, getattr(self, name), self.granularity)
         if self.smallest > self.upper:
-            raise ValueError(f"lower must be at most upper, {self.upper}, not {self.smallest}")
+            raise ValueError(f"lower={self.smallest} must be at most upper={self.upper}")
 
     @property
     def smallest(self) -> int:
@@ -138,9 +138,7 @@ class Bounded(Rule):
         """Returns the result of `next_batch`; raises ValueError if it is not a valid batch size."""
         found = super().decide(batch, statistics, examples)
         if not self.smallest <= found <= self.upper:
-            raise ValueError(
-                f"the next batch must lie between {self.smallest} and {self.upper}, not {found}"
-            )
+            raise ValueError(f"next_batch={found} must be between {self.smallest} and {self.upper}")
         return found
 
 
@@ -151,7 +149,7 @@ def check_granularity(name: str, batch: int, granularity: int) -> None:
         below = batch // granularity * granularity
         near = f"{below} or {below + granularity}" if below else f"{granularity}"
         raise ValueError(
-            f"{name} must be a multiple of the batch granularity {granularity}, as {near}, not {batch}"
+            f"{name}={batch} must be a multiple of the batch granularity {granularity}; use {near}"
         )
 
 

@@ -50,12 +50,14 @@ class Ramp(Rule):
             or not all(isinstance(point, Sequence) and len(point) == 2 for point in points)
         ):
             raise ValueError(f"points={points!r} must be a list of pairs (examples, batch size)")
-        for examples, batch in points:
-            check_whole("examples", examples)
-            check_granularity(f"the batch at {examples} examples", batch, self.granularity)
-        places = [examples for examples, _ in points]
-        if places[0] != 0 or any(a >= b for a, b in itertools.pairwise(places)):
-            raise ValueError(f"points must begin at 0 examples and then rise, not {places}")
+        for index, (examples, batch) in enumerate(points):
+            check_whole(f"points[{index}][0]", examples)
+            check_granularity(f"points[{index}][1]", batch, self.granularity)
+        starts = [examples for examples, _ in points]
+        if starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+            raise ValueError(
+                f"points={points!r} must have strictly increasing numbers of examples that begin at 0"
+            )
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
         """Returns the batch size when `examples` examples have been seen."""

@@ -76,12 +76,9 @@ def test_intervals(name) -> None:
         ({"granularity": 0}, "granularity=0 must be a whole number of at least 1"),
         ({"granularity": 2.5}, "granularity=2.5 must be a whole number of at least 1"),
         ({"interval": 0}, "interval=0 must be a whole number of at least 1"),
-        (
-            {"upper": 100},
-            "upper must be a multiple of the batch granularity 8, as 96 or 104, not 100",
-        ),
-        ({"lower": 3}, "lower must be a multiple of the batch granularity 8, as 8, not 3"),
-        ({"lower": 64, "upper": 32}, "lower must be at most upper, 32, not 64"),
+        ({"upper": 100}, "upper=100 must be a multiple of the batch granularity 8; use 96 or 104"),
+        ({"lower": 3}, "lower=3 must be a multiple of the batch granularity 8; use 8$"),
+        ({"lower": 64, "upper": 32}, "lower=64 must be at most upper=32"),
         ({"upper": 0}, "upper=0 must be a whole number of at least 1"),
     ],
 )

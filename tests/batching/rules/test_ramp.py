@@ -39,16 +39,16 @@ def test_seesaw_rounds_to_the_granularity() -> None:
     [
         ((), r"points=\(\) must be a list of pairs"),
         ((8,), r"points=\(8,\) must be a list of pairs"),
-        (((5, 8),), "points must begin at 0 examples and then rise, not \\[5\\]"),
+        (((5, 8),), r"points=\(\(5, 8\),\) must have strictly increasing"),
         (
             ((0, 8), (9, 16), (9, 24)),
-            "points must begin at 0 examples and then rise, not \\[0, 9, 9\\]",
+            "points=.* must have strictly increasing numbers of examples that begin at 0",
         ),
         (
             ((0, 8), (9, 12)),
-            "the batch at 9 examples must be a multiple of the batch granularity 8, as 8 or 16, not 12",
+            r"points\[1\]\[1\]=12 must be a multiple of the batch granularity 8; use 8 or 16",
         ),
-        (((0, 8), (2.5, 16)), "examples=2.5 must be a whole number"),
+        (((0, 8), (2.5, 16)), r"points\[1\]\[0\]=2.5 must be a whole number"),
     ],
 )
 def test_errors(points, message) -> None:
