@@ -84,7 +84,7 @@ def measure(directory: pathlib.Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures, prints the table, and writes it with --write."""
+    """Measures, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     with tempfile.TemporaryDirectory(dir=values.directory) as directory:
         seconds = measure(pathlib.Path(directory))

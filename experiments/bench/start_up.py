@@ -79,7 +79,7 @@ def row(recipe: str, plain: dict[str, float], filling: float, full: float) -> st
 
 
 def main() -> None:
-    """Measures every recipe, prints the table, and writes it with --write."""
+    """Measures every recipe, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     if values.start:
         print(json.dumps(start(values.start, values.spawned)))

@@ -129,7 +129,7 @@ def targets(estimates: dict[str, Estimate]) -> list[Target]:
 
 
 def main() -> None:
-    """Compiles every contender, prints the tables, and writes them with --write."""
+    """Compiles every contender, prints the tables, and writes them if --write is given."""
     values, core = flags.FLAGS, topology.devices(SLICE)[0]
     estimates = {
         name: estimate(contender, core, values.layers, values.width)
