@@ -93,8 +93,8 @@ def prepare(
     size, tree = num_bytes(folder), _tree_bytes()
     sizes = f"{folder} with {size / 1e6:.1f} MB ({(size + tree) / 1e6:.1f} MB with the source tree)"
     if size > MOST_BYTES or size + tree > MOST_WITH_TREE:
-        limits = f"{MOST_BYTES / 1e6:.0f} MB ({MOST_WITH_TREE / 1e6:.0f} MB)"
-        raise UserError(sizes, problem=f"exceeds the limits of {limits}", remedy="narrow --text")
+        limits = f"the limits of {MOST_BYTES / 1e6:.0f} MB ({MOST_WITH_TREE / 1e6:.0f} MB)"
+        raise UserError(sizes, problem=f"exceeds {limits}", remedy="use fewer --text files")
     yield sizes
     check(folder)
     yield "check: the data can be read in a copy of the tree"
@@ -157,7 +157,10 @@ def check(folder: pathlib.Path) -> None:
         )
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
-        raise UserError(folder, problem=f"cannot be used by a copy of the source tree: {reason}")
+        raise UserError(
+            folder,
+            problem=f"cannot be read by a copy of the source tree ({reason}); prepare it again",
+        )
 
 
 def num_bytes(folder: pathlib.Path) -> int:

@@ -1,6 +1,6 @@
 """Times optimizer updates of BERT-Large and training steps of image networks, ours and those of peers.
 
-The rows are those of `experiments.bench.update_speed` and `experiments.bench.step`. They run one
+The rows are those of `experiments.bench.update_speed` and `experiments.bench.step`. The contenders run one
 after another, and each measurement is written as soon as it is complete.
 """
 

@@ -243,7 +243,7 @@ def _elements(node: Any) -> list[tuple[Any, Any]]:
 
 
 def damages(rng: random.Random) -> tuple[str, str | Callable[[bytes], bytes]]:
-    """Draws damage to a file of any format; returns its name, and the content or a function to it."""
+    """Draws a change that damages any file: its name, and the new content or a function of the old."""
     number = rng.random()
     return rng.choice(
         [

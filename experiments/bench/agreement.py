@@ -2,8 +2,8 @@
 
   python -m experiments.bench.agreement --write
 
-The recipe digits starts in three processes on this machine, which communicate over loopback. The measured
-time is from the start of the processes to the end of the first update. Starts with and without
+The recipe digits starts in three processes on this machine; they communicate over loopback. The
+measured time is from the start of the processes to the end of the first update. Starts with and without
 the comparison alternate. The time of the comparison is measured in process 0, which waits for the
 slowest process. CPU seconds are summed over the processes; other load hardly changes them.
 """

@@ -201,7 +201,7 @@ def main() -> None:
         f"{values.rounds} rounds and at least {values.seconds:g} seconds. A ratio above 1 is "
         "slower. `one size` is the step compiled for this k. `two programs` and `one program` are compiled "
         "once and serve any k (`one program`: up to a maximum). The host calls the first of the two "
-        "programs for the microbatches in turn; "
+        "programs for each microbatch or group of microbatches; "
         "the one program loops over the microbatches on the device. In the last four columns, the two "
         "programs also measure a statistic, and their time is relative to `two programs` without "
         "statistics: the noise scale; the noise scale together with its preconditioned form; the "

@@ -207,7 +207,7 @@ def report(lines: list[dict[str, Any]]) -> str:
                 "- First update after: seconds from the start of the processes to the end of the first "
                 "update, including compilation.",
                 "- Rows with bfloat16 gradients show the operations before compilation, because the CPU "
-                "compiler replaces bfloat16 sums by float32 sums. Before compilation, each tensor has a "
+                "compiler replaces bfloat16 sums with float32 sums. Before compilation, each tensor has a "
                 "separate operation.",
                 "",
                 distribution_table.table(lines),

@@ -166,7 +166,7 @@ def measure(run: Run, cell: Cell, updates: int, started: float) -> dict[str, Any
             seconds = time.time() - started
         total, weight = sums["loss"]
         losses.append(float(total) / float(weight))
-    # Read bfloat16 sums before compilation: the CPU compiler replaces them by float32 sums.
+    # Read bfloat16 sums before compilation: the CPU compiler replaces them with float32 sums.
     narrow = cell.gradient_dtype != "float32"
     if narrow:
         operations = lowered_collectives(lowered.as_text(dialect="hlo"), cell.devices)

@@ -76,7 +76,7 @@ def theirs(network: Network, form: str) -> Update | None:
 
 
 def contenders(network: Network) -> dict[str, Update]:
-    """Returns a function that makes an update, for each installed contender."""
+    """Maps each installed contender to a function that makes an update."""
     updates: dict[str, Update | None] = {"ours": ours(network)}
     updates |= {form: theirs(network, form) for form in _FORMS}
     return {name: update for name, update in updates.items() if update is not None}

@@ -3,14 +3,14 @@
   python -m experiments.bench.train_loop --data_dir=FOLDER_WITH_THE_FOUR_MNIST_FILES
 
 Trains LeNet and LeNet-5 on MNIST at batch 1,024 with LAMB through `lamb_tpu.train` (data, step,
-logging every 10 updates). Alternating with that, in the same process, it runs the same jitted step
-on one batch that stays on the device. It prints the ratio of the two rates, the seconds to the first
+logging every 10 updates). In alternation, the same process runs the same jitted step on one batch
+that stays on the device. The benchmark prints the ratio of the two rates, the seconds to the first
 update, and the number of compilations of the step.
 
-With --only_host it measures the host's time per update instead, with a step that computes nothing.
-Rounds alternate between one update per call, --updates_per_call updates per call, and the latter with
-the training set held on the device, as on an accelerator. The host never waits for the device, so this time
-is the shortest step that the host can keep up with.
+With --only_host, the host's time per update is measured instead, with a step that computes nothing.
+Rounds alternate between one update per call, --updates_per_call updates per call, and as many updates
+with the training set held on the device, as on an accelerator. The host never waits for the device,
+so the host's time is the shortest step that it can keep up with.
 
   python -m experiments.bench.train_loop --only_host --networks=lenet --steps=500
   python -m experiments.bench.train_loop --only_host --networks=davidnet --steps=500 \

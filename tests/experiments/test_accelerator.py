@@ -40,7 +40,7 @@ def part(name: str, seconds: float, code: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the parts by three: one fails, one hangs and ignores SIGTERM, and one succeeds."""
+    """Replaces the parts with three: one fails, one hangs and ignores SIGTERM, and one succeeds."""
     directory = tmp_path / "parts"
     directory.mkdir()
     monkeypatch.setenv("PARTS", str(directory))

@@ -49,7 +49,7 @@ TRACE = "Traceback (most recent call last):\n  File 'x'\nValueError: x\n"
         (End(-signal.SIGSEGV, "", "", 0.1), KILLED),
         (End(2, "", "error: a\x1b[31mb is unknown\n", 0.1), RAW),
         (End(0, "a\rb\x07", "", 0.1), RAW),
-        # No sentence, a sentence that names nothing, and two sentences.
+        # No error message, an empty message, and two messages.
         (End(1, "", "", 0.1), UNCLEAR),
         (End(1, "", "KeyError: 'x'\n", 0.1), UNCLEAR),
         (End(2, "", "error: \n", 0.1), UNCLEAR),
