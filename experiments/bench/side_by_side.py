@@ -102,8 +102,8 @@ def main() -> None:
         f"Time of one update of each of {values.runs} runs. jax {jax.__version__}, "
         f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores. Medians of "
         f"{values.rounds} blocks of {values.steps} updates. `one by one` calls a program for each run. In "
-        "the last three columns, one program updates all runs: in sequence (`in turn`), in a loop (`lax.map`) "
-        "or vectorized (`vmap`). These columns are relative to `one by one`; values below 1 are faster.",
+        "the last three columns, one program updates all runs: in sequence (`in turn`), in a loop "
+        "(`lax.map`) or vectorized (`vmap`). These columns are relative to `one by one`; below 1 is faster.",
         "",
         "| network | batch | one by one, ms | in turn | lax.map | vmap |",
         "|---|---|---|---|---|---|",
