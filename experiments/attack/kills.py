@@ -281,7 +281,7 @@ def contents(case: Case, folder: pathlib.Path, end: End) -> dict[str, str]:
     """Returns digests of a command's results, without times and paths.
 
     The newest checkpoint is reduced to its arrays and data position, and records to their values. Of
-    pages, figures and run.jsonl, only the names count, so that a leftover file is a difference.
+    pages, figures and run.jsonl, only the names are compared. A leftover file is a difference.
     """
     if not case.result:
         return {"standard output": _digest(_plain(json.loads(end.out)))}
