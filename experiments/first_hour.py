@@ -3,7 +3,7 @@
   python -m experiments.first_hour --write
 
 With --write, writes experiments/first_hour.md. Paths of this machine, times and speeds are replaced
-by words, so that the page changes only if the output changes. The walk fails if a command ends with
+by words, so that the page does not depend on the machine. The walk fails if a command ends with
 an unexpected status, prints a traceback, or prints a line wider than 80 columns that is neither an
 error nor a row of a table.
 """
@@ -21,7 +21,7 @@ from lamb_tpu.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "experiments" / "first_hour.md"
-_MOST_LINES = 26  # limit of one command's output; the middle of a longer one is left out
+_MOST_LINES = 26  # maximum lines of a command's output; the middle of a longer output is left out
 _CONFIG = """\
 from lamb_tpu.config import base_config
 
@@ -50,7 +50,7 @@ WALK: dict[str, list[tuple[str, int]]] = {
         ("lamb_tpu train --config=digits --workdir=runs/digits --config.batchsize=64", 2),
         ("lamb_tpu train --config=digits --workdir=runs/digits --config.batch_size=abc", 2),
     ],
-    "A config of one's own": [
+    "A custom config": [
         ("lamb_tpu train --config=task.py --workdir=runs/task", 2),
         ("lamb_tpu train --config=batch.py --workdir=runs/batch", 2),
         ("lamb_tpu train --config=mine.py --workdir=runs/mine", 0),
@@ -133,7 +133,7 @@ def _run(command: str, expected: int, folder: pathlib.Path) -> list[str]:
 def _shown(
     command: str, expected: int, done: subprocess.CompletedProcess[str], folder: pathlib.Path
 ) -> list[str]:
-    """Returns the output of an ended command; fails if the command behaved unexpectedly."""
+    """Returns the output of a finished command; fails if the command behaved unexpectedly."""
     lines = [
         _neutral(line, folder)
         for line in done.stdout.rstrip().splitlines()
@@ -147,7 +147,7 @@ def _shown(
         if len(line) > terminal.COLUMNS and not re.match(r"error: |  \S.*\S {2,}\S", line)
     ]
     if done.returncode != expected or "Traceback" in done.stdout or wide:
-        sys.exit(f"error: {command!r} ended with {done.returncode}; {wide}:\n{done.stdout}")
+        sys.exit(f"error: {command!r} ended with {done.returncode}, wide: {wide}\n{done.stdout}")
     if len(lines) > _MOST_LINES:
         first, last = lines[: _MOST_LINES - 8], lines[-7:]
         lines = [*first, f"... ({len(lines) - len(first) - len(last)} more lines)", *last]

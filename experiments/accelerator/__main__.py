@@ -31,7 +31,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=pathlib.Path,
         required=True,
         help="folder with mnist, cifar10 (the JPEGs), bert_vocab/vocab.txt, and "
-        "wikitext2_valid_test or another text, see --text",
+        "wikitext2_valid_test (or another text; see --text)",
     )
     prepare.add_argument(
         "--text",
@@ -44,28 +44,28 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=pathlib.Path,
         help="folder with the wheels (default: pip downloads them)",
     )
-    run = commands.add_parser("run", help="measure, by priority")
+    run = commands.add_parser("run", help="measure, the most valuable parts first")
     run.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
     run.add_argument(
-        "--out", metavar="OUT", type=pathlib.Path, required=True, help="folder of the results"
+        "--out", metavar="OUT", type=pathlib.Path, required=True, help="folder for the results"
     )
     run.add_argument(
         "--minutes",
         metavar="N",
         type=float,
         default=9.0,
-        help="total time (default: %(default)g); each part gets its share",
+        help="total time in minutes (default: %(default)g); each part gets its share",
     )
     run.add_argument(
         "--small",
         action="store_true",
-        help="small shapes and smoke runs: an imitation of the machine on a CPU",
+        help="use small shapes and smoke runs, to test the program on a CPU",
     )
     return parser.parse_all(arguments)
 
 
 def main(options: argparse.Namespace) -> None:
-    # `run` starts where ml_collections and other packages are not installed yet.
+    # Import late: `run` starts before ml_collections and other packages are installed.
     if options.command == "prepare":
         from experiments.accelerator import folder
 

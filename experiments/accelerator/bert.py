@@ -1,4 +1,4 @@
-"""BERT-Large's bfloat16 update with LAMB at 128 and 512 tokens, beside PyTorch's.
+"""BERT-Large's bfloat16 update with LAMB at 128 and 512 tokens, compared with PyTorch's.
 
 Our update is that of `configs/bert_pretrain.py`, on batches of real text. The PyTorch peer is
 transformers' network with scaled-dot-product attention under autocast and torch.compile, with
@@ -59,7 +59,7 @@ def config_of(length: int, batch: int, data: pathlib.Path, small: bool) -> Spec:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Waits until no other process measures, and keeps the others waiting."""
+    """Waits until no other process measures, and makes other processes wait."""
     path = pathlib.Path(tempfile.gettempdir()) / f"lamb_tpu_device_{os.getuid()}"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -82,7 +82,7 @@ def timed(update: Callable[[], None], finish: Callable[[], Any], seconds: float)
 
 
 def rates(run: Run, seconds: float, peak: float | None) -> dict[str, Any]:
-    """Returns the rates (such as MFU) of an update that takes this long."""
+    """Returns the rates (such as MFU) of an update that takes `seconds`."""
     flops = run.model_flops
     return {
         "batch": run.spec.batch_size,
@@ -93,7 +93,7 @@ def rates(run: Run, seconds: float, peak: float | None) -> dict[str, Any]:
 
 
 class Ours:
-    """Our update at one length; `needs` maps each compiled batch size to its bytes."""
+    """Our update at one length; `needs` maps each compiled batch size to the bytes that it needs."""
 
     def __init__(self, length: int, options: Any, output: lines.Lines) -> None:
         self._length, self._options, self._output = length, options, output
@@ -145,10 +145,10 @@ class Ours:
         return timed(update, lambda: jax.block_until_ready(state), limit)
 
     def larger(self, limit: int) -> int:
-        """Returns the largest batch that should fit, extrapolated from the compiled ones."""
+        """Returns the largest batch that should fit into `limit` bytes, extrapolated from `needs`."""
         batches = sorted(self.needs)
         large = batches[-1]
-        # The bytes of a single batch include a fixed part, so they would overstate the bytes per example.
+        # With a single batch, the fixed part of its bytes is unknown; this overstates the bytes per example.
         fixed, slope = 0.0, self.needs[large] / large
         if len(batches) > 1:
             small = batches[0]
@@ -158,7 +158,7 @@ class Ours:
 
 
 def measure_largest(job: Ours) -> None:
-    """Measures a first batch, and then larger batches, up to the largest batch that fits."""
+    """Measures larger batches, up to the largest batch that fits; on a CPU, measures one batch."""
     total = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if total is None:  # a CPU
         job.measure(4)
@@ -319,7 +319,7 @@ def main(options: Any) -> None:
 
 
 if __name__ == "__main__":
-    # PyTorch needs memory beside JAX, and the largest batch needs nearly all of it.
+    # PyTorch needs memory too, and the largest batch needs nearly all of the device's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")

@@ -1,4 +1,4 @@
-"""Describes the machine, and checks that its results are right, its data readable, and that a run works.
+"""Describes the machine, and checks its results, its data and a smoke run.
 
 Each update is computed in float32 with full precision, on the accelerator and on the CPU of the
 same machine. The results must agree.
@@ -27,12 +27,12 @@ from lamb_tpu.store import checkout
 from lamb_tpu.train import train
 
 _PACKAGES = ("jax", "flax", "optax", "numpy", "torch", "timm", "transformers")
-# The order of summation changes gradients of convolutions and products.
+# Relative tolerance: the order of summation changes gradients of convolutions and products.
 _CLOSE = 1e-3
 
 
 def machine() -> dict[str, Any]:
-    """Returns what identifies the machine and its packages."""
+    """Returns the hardware, the package versions and the commit."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -101,7 +101,7 @@ def gradient(network: Network) -> Callable[[], Any]:
 
 
 def main(options: Any) -> None:
-    """Runs all checks, and continues after one that fails."""
+    """Runs all checks, even after a check fails."""
     output = lines.Lines(options.out, "check")
     output.add("machine", **machine())
 
@@ -130,7 +130,7 @@ def main(options: Any) -> None:
         try:
             values = check()
             problem = "" if values.get("difference", 0.0) <= _CLOSE else "too different"
-        except Exception as error:  # the next check must run even so
+        except Exception as error:  # the next check must still run
             values, problem = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         seconds = round(time.perf_counter() - began, 2)
         output.add(name, **values, seconds=seconds, problem=problem)

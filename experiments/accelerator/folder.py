@@ -1,4 +1,4 @@
-"""The folder that a machine without a package index needs beside the tree, and its check.
+"""Makes and checks the folder that a machine without a package index needs beside the source tree.
 
 FOLDER/wheels/*.whl                    packages that the machine lacks
 FOLDER/data/mnist/*.gz                 MNIST's original files
@@ -53,7 +53,7 @@ import sys
 from lamb_tpu import data
 from lamb_tpu.store import checkout
 folder = sys.argv[1]
-assert checkout.commit().isalnum(), f"the copy has the commit {checkout.commit()}"
+assert checkout.commit().isalnum(), f"the code of the copy differs from its commit {checkout.commit()}"
 assert len(data.load("mnist", "test", source_dir=folder + "/mnist")) == 10_000
 assert len(data.load("cifar10_jpeg", "test[:64]", source_dir=folder + "/cifar10")) == 64
 assert len(data.load("masked_lm", "text", source_dir=folder + "/bert")) > 0
@@ -63,7 +63,7 @@ assert len(data.load("masked_lm", "text", source_dir=folder + "/bert")) > 0
 def prepare(
     folder: pathlib.Path, data: pathlib.Path, text: str, wheels: pathlib.Path | None
 ) -> Iterator[str]:
-    """Makes the folder and checks that a run works from it alone.
+    """Makes the folder, and checks that a copy of the source tree can read its data.
 
     Args:
       folder: the folder; existing content is replaced.
@@ -78,7 +78,7 @@ def prepare(
       UserError: the code is not committed, a file is missing, there is no network, the folder is
         too large, or the check fails.
     """
-    # The commands below run in the tree.
+    # Make paths absolute: the commands below run in the source tree.
     folder, data, text = folder.absolute(), data.absolute(), os.path.abspath(text)
     folder.mkdir(parents=True, exist_ok=True)
     yield f"commit {checkout.stamp(folder / 'commit.json')}"
@@ -91,10 +91,10 @@ def prepare(
         _copy_wheels(folder / "wheels", wheels)
     yield f"{len(list((folder / 'wheels').glob('*.whl')))} wheels"
     size, tree = num_bytes(folder), _tree_bytes()
-    sizes = f"{folder}: {size / 1e6:.1f} MB, with the tree {(size + tree) / 1e6:.1f} MB"
+    sizes = f"{folder} with {size / 1e6:.1f} MB ({(size + tree) / 1e6:.1f} MB with the source tree)"
     if size > MOST_BYTES or size + tree > MOST_WITH_TREE:
-        limits = f"{MOST_BYTES / 1e6:.0f} MB and {MOST_WITH_TREE / 1e6:.0f} MB"
-        raise UserError(sizes, problem=f"exceeds the limits of {limits}", remedy="give less --text")
+        limits = f"the limits of {MOST_BYTES / 1e6:.0f} MB ({MOST_WITH_TREE / 1e6:.0f} MB)"
+        raise UserError(sizes, problem=f"exceeds {limits}", remedy="use fewer --text files")
     yield sizes
     check(folder)
     yield "check: the data can be read in a copy of the tree"
@@ -106,7 +106,8 @@ def check(folder: pathlib.Path) -> None:
     Under Python 3.12 the packages come from the folder's wheels.
 
     Raises:
-      UserError: a wheel is damaged, the copy has another commit, or a data set cannot be read.
+      UserError: a wheel is damaged or cannot be installed, the copied code differs from its commit, or
+        a data set cannot be read.
     """
     wheels = sorted((folder / "wheels").glob("*.whl"))
     for wheel in wheels:
@@ -156,7 +157,10 @@ def check(folder: pathlib.Path) -> None:
         )
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
-        raise UserError(folder, problem=f"cannot be used: {reason}")
+        raise UserError(
+            folder,
+            problem=f"cannot be read by a copy of the source tree ({reason}); prepare it again",
+        )
 
 
 def num_bytes(folder: pathlib.Path) -> int:
@@ -181,7 +185,7 @@ def _copy_data(target: pathlib.Path, data: pathlib.Path) -> None:
         (target / folder).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target / folder / name)
     if originals.load("mnist", "test", str(target / "mnist")) is None:
-        problem = "has files in mnist that are not the original ones"
+        problem = "has files in mnist that differ from the original ones"
         raise UserError(f"--data={data}", problem=problem, remedy="download them again")
 
 
@@ -237,7 +241,7 @@ def _copy_wheels(target: pathlib.Path, wheels: pathlib.Path) -> None:
     missing = [spec for spec in (*WHEELS, *_SOURCES) if _name(spec.partition("=")[0]) not in paths]
     if missing:
         problem = f"has no wheel of {', '.join(missing)}"
-        raise UserError(f"--wheels={wheels}", problem=problem, remedy="add it")
+        raise UserError(f"--wheels={wheels}", problem=problem, remedy="add the missing wheels")
     for spec in (*WHEELS, *_SOURCES):
         path = paths[_name(spec.partition("=")[0])]
         shutil.copyfile(path, target / path.name)

@@ -25,7 +25,7 @@ class Lines:
                 try:
                     record = json.loads(line)
                     self._done.add((record["part"], record["name"]))
-                except (ValueError, KeyError):  # cut off by a kill
+                except (ValueError, KeyError):  # a line that a kill cut off
                     continue
 
     def has(self, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Runs the parts in order of value, each in a process with a time limit; needs only Python.
 
-`OUT` receives at most these files. Each is complete up to the last measurement at any time:
+`OUT` receives at most these files. At any time, each file is complete up to the last measurement:
 
     report.jsonl         a line for each part: how it ended, and how long it took
     measurements.jsonl   a line for each number that `check`, `bert` and `speed` measure
@@ -26,9 +26,9 @@ from lamb_tpu.cluster import children
 from lamb_tpu.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-MINUTES = 9.0  # total for which the seconds in `PARTS` are chosen
-# Keys that do not change results. A run of seconds needs no checkpoint before its end, and updates
-# that take milliseconds are sent to the device 50 at a time.
+MINUTES = 9.0  # total time for which the seconds in `PARTS` are chosen
+# Keys that do not change results. A run that takes seconds needs no checkpoint before its end, and
+# updates that take milliseconds are sent to the device 50 at a time.
 FREE = (
     "--config.log.tensorboard=False",
     "--config.checkpoint.every=100 percent",
@@ -47,7 +47,7 @@ class Part(NamedTuple):
       name: the part's name in the report.
       seconds: time limit if the total time is `MINUTES`; later parts get the time that is left unused.
       module: the module that the part runs.
-      arguments, small: the module's arguments in a full run and in an imitation on a CPU, with the
+      arguments, small: the module's arguments in a full run and in a test on a CPU, with the
         placeholders `data`, `out`, `work` and `seconds`.
     """
 
@@ -111,7 +111,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, seconds: float, small: bool = F
       folder: the folder that `prepare` made.
       out: folder of the results.
       seconds: total time.
-      small: whether this is an imitation on a CPU.
+      small: whether to use small shapes and smoke runs, to test the program on a CPU.
 
     Raises:
       UserError: the folder is incomplete, or `out` cannot be written.
@@ -120,7 +120,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, seconds: float, small: bool = F
     folder, out = folder.absolute(), out.absolute()
     for name in ("wheels", "data", "commit.json"):
         if not (folder / name).exists():
-            remedy = "make it with: python -m experiments.accelerator prepare"
+            remedy = "make the folder with: python -m experiments.accelerator prepare"
             raise UserError(folder, problem=f"has no {name}", remedy=remedy)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, seconds: float, small: bool = F
         problem = f"cannot be written ({error.strerror})"
         raise UserError(f"--out {out}", problem=problem, remedy="give another folder") from None
     end, grace = began + (1 - _RESERVE) * seconds, _GRACE * seconds
-    # The work folder is beside the results, so that the same command resumes on the same machine.
+    # The work folder has a fixed name, so that the same command resumes on the same machine.
     work = pathlib.Path(tempfile.gettempdir()) / f"lamb_tpu_accelerator_{os.getuid()}"
     with report:
 
@@ -236,7 +236,7 @@ def _run_part(
     ]
     with _log(out, part.name) as log:
         ended = _wait(command, environment, log, until, grace)
-    # `reproduce run` saves and ends by itself at its own time limit.
+    # At its own time limit, `reproduce run` saves and ends with status 0.
     is_late = ended == "complete" and time.monotonic() > until - 2 * grace
     return "time limit" if is_late else ended
 
@@ -246,7 +246,7 @@ def _wait(
 ) -> str:
     """Runs a command with a time limit, in a process group that ends with it.
 
-    `grace` seconds before the limit the group gets SIGTERM, on which runs save.
+    `grace` seconds before the limit, the group gets SIGTERM; on this signal, runs save.
     """
     process = subprocess.Popen(
         command,

@@ -1,6 +1,6 @@
-"""Times optimizer updates on BERT-Large's tree and training steps of image networks, with peers.
+"""Times optimizer updates of BERT-Large and training steps of image networks, ours and those of peers.
 
-The rows are those of `experiments.bench.update_speed` and `experiments.bench.step`. They run one
+The rows are those of `experiments.bench.update_speed` and `experiments.bench.step`. The contenders run one
 after another, and each measurement is written as soon as it is complete.
 """
 
@@ -16,7 +16,7 @@ from experiments.bench import bert, step, update_speed
 from experiments.bench.step_networks import NETWORKS
 from lamb_tpu import cli
 
-# Measure the paper's optimizers first, each beside its peer.
+# The most valuable measurements come first, because the part may run out of time.
 _UPDATES = (
     "lamb",
     "optax.lamb",

@@ -1,10 +1,10 @@
-"""Runs bad inputs through every command, and kills commands and starts them again.
+"""Runs bad inputs through every command, and kills and restarts commands.
 
   python -m experiments.attack --seed=0 --inputs=1000 --kills=60 --write
 
 Every input is a working command with one random change: to an argument, a config key, a record, a
 table, a cached plan, an image, a text, a stored run, a checkpoint, weights, or its process. The
-command must reject it in one sentence, or accept it for a reason listed in `reasons`. If a command
+command must reject the input in one sentence, or accept it for a reason listed in `reasons`. If a command
 is killed and started again, its results must equal those of an uninterrupted command, bit for bit. The
 exit status is 1 if any input had another outcome, or if results differed after a kill.
 """
@@ -64,7 +64,7 @@ AREAS = {
 
 
 def draw(seed: int, number: int, prepared: pathlib.Path) -> list[Input]:
-    """Draws inputs; with a larger number, the first inputs are the same."""
+    """Draws `number` inputs; a larger number only adds inputs at the end."""
     rng, drawn = random.Random(seed), list[Input]()
     while len(drawn) < number:
         [area] = rng.choices(list(AREAS), list(AREAS.values()))
@@ -104,8 +104,10 @@ def _parse() -> argparse.Namespace:
         help="parallel processes (default: %(default)s)",
     )
     parser.add_argument("--only", help="areas or, with a #, numbers of inputs, such as images,#12")
-    parser.add_argument("--bases", metavar="DIR", help="keep the inputs' working folders there")
-    parser.add_argument("--dump", metavar="FILE", help="write every outcome there as JSON lines")
+    parser.add_argument(
+        "--bases", metavar="DIR", help="folder of the prepared files; made if missing"
+    )
+    parser.add_argument("--dump", metavar="FILE", help="append every outcome as a line of JSON")
     parser.add_argument("--write", action="store_true", help="write the page")
     return parser.parse_all(None)
 
@@ -160,7 +162,7 @@ def _make(case: kills.Case, folder: pathlib.Path, prepared: pathlib.Path) -> Non
     for name in case.bases:
         shutil.copytree(prepared / name, folder / name, symlinks=True)
     if "papers" in case.bases and case.name == "reproduce run":
-        for path in (folder / "papers" / "small").glob("digits.*json*"):  # the records
+        for path in (folder / "papers" / "small").glob("digits.*json*"):  # remove the records
             path.unlink()
 
 
@@ -172,7 +174,7 @@ def main() -> int | forks.Command:
         print(f"error: {error}", file=sys.stderr)
         return 2
     began = time.monotonic()
-    # Do not use a TemporaryDirectory: each child process would remove it when it ends.
+    # Do not use a TemporaryDirectory: the first child process that ends would remove it.
     root = pathlib.Path(tempfile.mkdtemp(prefix="attack-"))
     prepared = root / "bases" if options.bases is None else pathlib.Path(options.bases).absolute()
     if not prepared.exists():

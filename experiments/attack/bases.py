@@ -46,7 +46,7 @@ SHORT = (
     "--config.log.every=1 steps",
     "--config.log.tensorboard=false",
 )
-# A BERT with one narrow layer, trained for one update.
+# Overrides that reduce BERT to one narrow layer and small batches.
 NARROW = (
     "--config.model.num_layers=1",
     "--config.model.hidden_size=16",
@@ -131,7 +131,7 @@ def prepare(folder: pathlib.Path) -> None:
             preexec_fn=children.following(),
         )
         if done.returncode:
-            print(f"note: {name} of a base fails: {done.stderr[-500:]}", file=sys.stderr)
+            print(f"note: {name} failed to make a base: {done.stderr[-500:]}", file=sys.stderr)
 
 
 def _papers(folder: pathlib.Path) -> None:

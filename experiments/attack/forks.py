@@ -68,7 +68,7 @@ class Command(NamedTuple):
       environment: variables to set.
       setting: called in the child process before the command.
       signals: (signal, seconds after the start) to send to it.
-      cpu_seconds: CPU time after which it counts as hung.
+      cpu_seconds: CPU time after which the command counts as hung.
     """
 
     module: str
@@ -86,7 +86,7 @@ class _Running(NamedTuple):
     began: float
     progress: list[
         float
-    ]  # CPU time, the time at which it last grew, and the time at which it was last read
+    ]  # CPU time, when it last grew, when it was last read, and 1 once the signal is sent
 
 
 def warm() -> None:
@@ -102,8 +102,8 @@ def run(commands: Iterable[Command], jobs: int) -> Iterator[tuple[int, End] | Co
     """Yields (number, end) of each command as it ends.
 
     In a child process, the last item is the `Command` that the child must run. The caller must pass it
-    to `become` at module level, outside any function, so that the interpreter shuts down as it does
-    after that command.
+    to `become` at module level, outside any function, so that the interpreter shuts down as after
+    `python -m`.
     """
     running: dict[int, _Running] = {}
     waiting = iter(enumerate(commands))
@@ -116,7 +116,7 @@ def run(commands: Iterable[Command], jobs: int) -> Iterator[tuple[int, End] | Co
             if not child:
                 _enter(command)
                 yield command
-                raise AssertionError("the fork must become its command")
+                raise AssertionError("a forked process must pass its command to `become`")
             now = time.monotonic()
             running[child] = _Running(number, command, now, [0.0, now, now, 0.0])
             upcoming = next(waiting, None)
@@ -133,7 +133,7 @@ def become(command: Command) -> NoReturn:
     if command.setting is not None:
         command.setting()
     if any(name.startswith("JAX_") for name in command.environment):
-        # JAX reads these variables when it is imported, and this process has imported it.
+        # JAX reads these variables when it is imported, and this process has already imported JAX.
         words = [sys.executable, "-m", command.module, *command.arguments]
         os.execv(sys.executable, words)
     sys.argv = [f"{command.module.replace('.', '/')}.py", *command.arguments]
@@ -143,7 +143,7 @@ def become(command: Command) -> NoReturn:
 
 def _enter(command: Command) -> None:
     os.setsid()
-    # A shell starts background jobs with SIGINT ignored; restore it, or the command would inherit that.
+    # A shell starts background jobs with SIGINT ignored; restore the handler, which the command inherits.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(command.folder)
     home = command.folder.parent / "home"

@@ -125,7 +125,7 @@ class Input:
       module: the command, as `python -m` takes it.
       arguments: its arguments; '@' is the folder of the input.
       bases: names of prepared folders to copy into the folder.
-      files: further files: text, bytes, one of `SPECIAL`, or a function of the file's present bytes.
+      files: further files: text, bytes, one of `SPECIAL`, or a function of the file's current bytes.
       environment: variables to set.
       statuses: exit statuses that need no error message.
       setting: change to the process, see `areas.processes`.
@@ -221,7 +221,7 @@ def damage(
 ) -> tuple[str | Callable[[bytes], bytes], str, str]:
     """Damages a prepared file; returns its content, the change, and the location of the change.
 
-    In a JSON file, either a value is changed or, with a probability that `share` sets, bytes are damaged.
+    In a JSON file, either a value is changed or, with probability `share`, bytes are damaged.
     """
     if name.endswith((".json", ".jsonl")) and rng.random() >= share:
         change = change_line if name.endswith(".jsonl") else change_json
@@ -236,14 +236,14 @@ def _elements(node: Any) -> list[tuple[Any, Any]]:
     for key in node if isinstance(node, dict) else range(len(node)):
         elements.append((node, key))
         if isinstance(node[key], (dict, list)) and node[key]:
-            # Choose one element of a long list, so that long lists do not dominate.
+            # Descend only into the first element of a list, so that long lists do not dominate.
             below = _elements(node[key])
             elements += below if isinstance(node, dict) or key == 0 else []
     return elements
 
 
 def damages(rng: random.Random) -> tuple[str, str | Callable[[bytes], bytes]]:
-    """Returns changes that damage any file, whatever its format, by the name of the change."""
+    """Draws a change that damages any file: its name, and the new content or a function of the old."""
     number = rng.random()
     return rng.choice(
         [

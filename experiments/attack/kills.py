@@ -1,4 +1,4 @@
-"""Kills commands at random moments, starts them again, and compares with uninterrupted commands."""
+"""Kills commands at random moments, restarts them, and compares results with uninterrupted commands."""
 
 import hashlib
 import itertools
@@ -28,14 +28,14 @@ _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # Exit statuses after each signal: with the signal's handler, or before the handler is installed.
 _STATUSES = {signal.SIGKILL: {-9, 137}, signal.SIGTERM: {75, -15, 143}, signal.SIGINT: {130, -2}}
 _MOST_STARTS = 15  # maximum number of starts of a case
-# Measured times, and fields that depend on the number of starts.
+# Keys that are not compared: measured times, paths, and values that depend on the number of starts.
 _MEASURED = re.compile(
     r"second|startup|starts|_per_|mfu|compil|path|commit|workdir|created|measured|unlogged|eval_due"
 )
 
 
 class Case(NamedTuple):
-    """A command to kill, and where its results are.
+    """A command to kill, and the path of its results.
 
     Attributes:
       name: recipe or tool.
@@ -176,7 +176,7 @@ def attack(
     and a process that has started JAX cannot fork.
 
     Args:
-      seed: seed of the moments.
+      seed: seed of the random moments.
       number: number of kills.
       root: folder of all cases.
       make: writes the prepared folders of a case into its folder.
@@ -185,7 +185,7 @@ def attack(
     left, kills = schedule(seed, number), list[Kill]()
     cases = [case for case in CASES if case.name in left]
     alone, last = dict[str, End](), list[tuple[Case, pathlib.Path, End]]()
-    seconds: dict[str, float] = {}  # shortest complete start of each case
+    seconds: dict[str, float] = {}  # of the shortest complete start of each case
     waiting = [*cases]
     for attempt in itertools.count():
         commands = []
@@ -212,7 +212,7 @@ def attack(
         for item in run(commands, jobs):
             if isinstance(item, Command):
                 yield item
-                raise AssertionError("the fork must become its command")
+                raise AssertionError("a forked process must pass its command to `become`")
             (index, end), case = item, waiting[item[0]]
             print(
                 f"{case.name}, start {attempt}: status {end.status}, {end.seconds:.0f} s",
@@ -256,7 +256,7 @@ def _fault(end: End, sent: signal.Signals, folder: pathlib.Path) -> str:
         return f"status {end.status}"
     message = re.search(r"preempted at update (\d+), saved", printed)
     if message and not list(folder.glob(f"new/**/checkpoints/{message[1]}/sha256.json")):
-        return f"update {message[1]} is said to be saved, and is not there"
+        return f"update {message[1]} was reported as saved, but its checkpoint is not there"
     return ""
 
 
@@ -280,8 +280,8 @@ def _differences(
 def contents(case: Case, folder: pathlib.Path, end: End) -> dict[str, str]:
     """Returns digests of a command's results, without times and paths.
 
-    A checkpoint is reduced to its arrays and data position, and records to their values. Of other
-    files only the names are compared, so that a leftover file is a difference.
+    The newest checkpoint is reduced to its arrays and data position, and records to their values. Of
+    pages, figures and run.jsonl, only the names are compared. A leftover file is a difference.
     """
     if not case.result:
         return {"standard output": _digest(_plain(json.loads(end.out)))}

@@ -18,7 +18,7 @@ MEANINGS = {
     KILLED: "a signal that the test had not sent ended the command",
     UNCLEAR: "an exit status other than 0, without an error message of one sentence",
     RAW: "control characters of the input reached the output",
-    LEFT: "a process that the command had started was still running two seconds after its end",
+    LEFT: "a process that the command had started was still running two seconds after the command ended",
 }
 _SENTENCE = re.compile(r"^(error: .|preempted|interrupted|[\w.-]+( [\w.-]+)*: error: .)")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")

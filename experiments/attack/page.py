@@ -126,8 +126,8 @@ def text(
         "## Kills",
         "Each command runs once without interruption. In another folder it is repeatedly killed at a "
         "random moment and started again; the last start is not killed. The arrays and the data "
-        "position of the newest checkpoint, the records, and the names of all other files must be "
-        "equal in both folders; times and paths are not compared.",
+        "position of the newest checkpoint, the records, and all other files must be equal in both "
+        "folders. Times, paths, and the contents of pages and figures are not compared.",
     ]
     paragraphs.append(
         markdown(killed(killed_runs), (1, 2, 3)) if killed_runs else "No command was killed."

@@ -110,7 +110,7 @@ REASONS = (
     Reason("launch", _ANY, _ANY, "the script quotes the text, or the number is valid"),
     Reason("searches", _ANY, _ANY, "the key takes the value"),
     Reason("processes", "SIG.*", _ANY, "the command had ended, or ends correctly on this signal"),
-    Reason("processes", _ANY, _ANY, "the command works without it"),
+    Reason("processes", _ANY, _ANY, "the command works despite the change"),
 )
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of time, traffic and memory; training results are in the tables instead."""
+"""Benchmarks of time, traffic and memory."""

@@ -1,9 +1,9 @@
-"""Start-up time of several processes that compare, or do not compare, their code, config and data.
+"""Start-up time of several processes, with and without comparing their code, config and data.
 
   python -m experiments.bench.agreement --write
 
-The recipe digits starts in three processes on this machine, which communicate over loopback. The measured
-time is from the start of the processes to the end of the first update. Starts with and without
+The recipe digits starts in three processes on this machine; they communicate over loopback. The
+measured time is from the start of the processes to the end of the first update. Starts with and without
 the comparison alternate. The time of the comparison is measured in process 0, which waits for the
 slowest process. CPU seconds are summed over the processes; other load hardly changes them.
 """
@@ -38,7 +38,7 @@ ARMS = ("with", "without")
 
 @contextlib.contextmanager
 def timed(seconds: list[float], compares: bool) -> Iterator[None]:
-    """Appends the time of each comparison in the block to `seconds`, or skips comparisons."""
+    """Appends the time of each comparison in the block to `seconds`; skips all unless `compares`."""
 
     def around(function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -60,7 +60,7 @@ def timed(seconds: list[float], compares: bool) -> Iterator[None]:
 
 
 def start(spawned: float, compares: bool) -> dict[str, float]:
-    """Returns the seconds to the end of the first update, the CPU seconds, and the seconds of comparing.
+    """Returns the seconds to the end of the first update, the CPU seconds, and the seconds spent comparing.
 
     Args:
       spawned: `time.time()` when the processes were started.
@@ -73,7 +73,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
     with timed(seconds, compares):
         identity.check_start(config, None)
         run = prepare(config, None)
-    distributed.agree(None)  # the trainer does the same, with or without a comparison
+    distributed.agree(None)  # as in the trainer, with or without a comparison
     loader = TrainLoader(run.train_set, run.recipe.batch_size, config.seed, run.local_rows())
     step = run.make_train_step()
     jax.block_until_ready(step(run.first_state(), run.shard_batch(next(loader))))
@@ -86,7 +86,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
 
 
 def measure(arm: str, processes: int) -> dict[str, float]:
-    """Returns the result of `start` in process 0 of several new processes, and the CPU time of all."""
+    """Starts new processes; returns the result of `start` in process 0, with the CPU time of all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,13 +115,15 @@ def measure(arm: str, processes: int) -> dict[str, float]:
         )
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        raise RuntimeError(f"a process ended with {[p.returncode for p in started]}")
+        raise RuntimeError(
+            f"exit statuses {[p.returncode for p in started]} are not all 0; run with --arm=with to see why"
+        )
     reports = [json.loads(output.splitlines()[-1]) for output in outputs]
     return {**reports[0], "cpu": sum(each["cpu"] for each in reports)}
 
 
 def page(results: dict[str, list[dict[str, float]]], processes: int) -> str:
-    """Returns the page; `results` has the starts of each arm."""
+    """Returns the page; `results` maps each arm to the results of its starts."""
     totals = {arm: [each["all"] for each in results[arm]] for arm in ARMS}
     work = {arm: [each["cpu"] for each in results[arm]] for arm in ARMS}
     ratios, work_ratios = (
@@ -157,7 +159,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measures both arms alternately, prints the page, and writes it with --write."""
+    """Measures both arms alternately, prints the page, and writes it if --write is given."""
     values = flags.FLAGS
     if values.arm:
         print(json.dumps(start(values.spawned, values.arm == "with")), flush=True)

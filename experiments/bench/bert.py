@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 
 def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
-    """Returns the shapes of BERT's parameters, with a leaf per layer or, if `stacked`, over all layers.
+    """Returns the shapes of BERT's parameters; if `stacked`, those of layers have a leading layer axis.
 
     BERT-Large has 24 layers of width 1,024: 336 M parameters in 398 leaves, or in 30 if stacked.
     """
@@ -74,7 +74,7 @@ def compile_update(
 ) -> Any:
     """Compiles `(params, state, grads) -> (params, state)` in float32; donates `params` and `state`.
 
-    Like a training step, it calls `tx.update`, then `optax.apply_updates`.
+    Like a training step, the program calls `tx.update`, then `optax.apply_updates`.
     """
 
     def update(params, state, grads):

@@ -10,10 +10,11 @@ For each network, three contenders make an update with k microbatches, which are
 - one program that loops over k microbatches, and therefore needs memory for the largest possible
   number of microbatches (here 2 k).
 
-The two programs also measure gradient statistics: the noise scale, the similarity of halves, and
-per-example gradients in one of 100 updates. The contenders alternate in one process, in a new order
-in each round, because the state of caches and memory depends on the previous contender. Read the
-ratios. Ratios of CPU time, summed over all threads of this process, hardly depend on other load.
+The two programs also measure gradient statistics: the noise scale, the similarity of the gradients of
+half batches, and per-example gradients in one of 100 updates. The contenders alternate in one
+process, in a new order in each round, because the state of caches and memory depends on the previous
+contender. Read the ratios. Ratios of CPU time, summed over all threads of this process, hardly depend
+on other load.
 """
 
 import pathlib
@@ -39,7 +40,7 @@ from lamb_tpu.spec import changed
 
 Iteration = Callable[[], Any]
 ROWS = 16  # number of examples for which per-example gradients are computed
-# Statistics that the two programs measure; they also run without statistics.
+# Statistics that the two programs measure, each in a contender; one contender measures none.
 MEASURED = {
     "noise scale": Statistics(noise_scale=True),
     "preconditioned": Statistics(noise_scale=True, preconditioned=True),
@@ -89,7 +90,7 @@ def changing(run: Run, statistics: Statistics = NO_STATISTICS) -> tuple[Changing
 
 
 def by_host(run: Run, statistics: Statistics = NO_STATISTICS) -> Iteration:
-    """Returns a function that makes an update with the two programs, which can measure every statistic."""
+    """Returns a function that makes an update with the two programs and measures these statistics."""
     step, microbatches = changing(run, statistics)
     state = run.first_state()
 
@@ -119,7 +120,7 @@ def in_program(run: Run, capacity: int) -> Iteration:
         total = lax.fori_loop(0, count, add, start)
         return step.updated(
             state, total, jnp.float32(jnp.nan)
-        )  # the learning rate, which the schedule ignores
+        )  # a learning rate, which the schedule ignores
 
     compiled = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(run.mesh))
 
@@ -143,7 +144,7 @@ def measure(network: Network, count: int, rounds: int, seconds: float) -> dict[s
         "two programs": by_host(run),
         "one program": in_program(run, 2 * count),
     }
-    # With BatchNorm, an example's gradient depends on the other examples.
+    # With BatchNorm, per-example gradients do not exist: the examples of a batch interact.
     iterations |= {
         name: by_host(run, statistics)
         for name, statistics in MEASURED.items()
@@ -182,7 +183,7 @@ def row(name: str, batch: int, count: int, seconds: dict[str, np.ndarray]) -> st
 
 
 def main() -> None:
-    """Measures, prints the tables, and writes them with --write."""
+    """Measures, prints the tables, and writes them if --write is given."""
     values = flags.FLAGS
     timings = []
     for name in values.networks:
@@ -200,7 +201,7 @@ def main() -> None:
         f"{values.rounds} rounds and at least {values.seconds:g} seconds. A ratio above 1 is "
         "slower. `one size` is the step compiled for this k. `two programs` and `one program` are compiled "
         "once and serve any k (`one program`: up to a maximum). The host calls the first of the two "
-        "programs for the microbatches in turn; "
+        "programs for each microbatch or group of microbatches; "
         "the one program loops over the microbatches on the device. In the last four columns, the two "
         "programs also measure a statistic, and their time is relative to `two programs` without "
         "statistics: the noise scale; the noise scale together with its preconditioned form; the "

@@ -1,11 +1,11 @@
-"""Time of a convolution on a CPU: JAX's, and ours, which is rewritten into forms that XLA runs fast.
+"""Time of a convolution on a CPU: JAX's, and ours, which uses forms that XLA runs fast.
 
   python -m experiments.bench.convolution --write
 
-Times the value and gradients of one layer at the size that its network uses, in float32: alone, and
-inside a loop, as for a batch that is split into microbatches. It uses the compiler options of a
-run. Both implementations alternate in one process, so that other load affects both. Read the
-ratios, not the milliseconds.
+Times the gradients of one layer at the size that its network uses, in float32: alone, and inside a
+loop, as for a batch that is split into microbatches. The compiler options are those of a run. Both
+implementations alternate in one process, so that other load affects both. Read the ratios, not the
+milliseconds.
 """
 
 import functools
@@ -145,12 +145,12 @@ def table(measured: dict[Layer, dict[tuple[str, bool], float]]) -> str:
 
 
 def main() -> None:
-    """Measures, prints the table, and writes it with --write."""
+    """Measures, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     measured = {layer: measure(layer, values.batch, values.rounds) for layer in LAYERS}
     command = f"--batch={values.batch} --rounds={values.rounds}"
     text = (
-        f"Time of the value and gradients of one layer, batch {values.batch}, float32: jax "
+        f"Time of the gradients of one layer, batch {values.batch}, float32: jax "
         f"{jax.__version__}, "
         f"{processor()}, {num_cores()} core(s). Medians of {values.rounds} calls. The ratio is our "
         "time divided by JAX's. `in a loop`: inside a loop of one iteration, as over microbatches.\n"

@@ -5,7 +5,7 @@
 A network can be slower here than in PyTorch for these reasons. XLA's convolutions support only
 channels-last arrays and one group, so a kernel's gradient needs transposed copies of both inputs.
 PyTorch's library, oneDNN, has kernels for gradients and for depthwise convolutions, and keeps its own layout
-from layer to layer. It fuses BatchNorm and ReLU into few passes over the images, where XLA makes a
+from layer to layer. It fuses BatchNorm and ReLU into few passes over the images, whereas XLA makes a
 separate pass for each mean, variance, normalisation and gradient (element-wise operations and
 sums). XLA's convolutions with few input channels, as in LeNet-5, fill vector registers badly. BERT
 consists almost only of matrix products, and takes equally long in both libraries.
@@ -26,7 +26,7 @@ from experiments.bench.step_networks import NETWORKS
 from experiments.bench.step_update import ours
 from lamb_tpu import cli
 
-# Names of XLA's operations. Operations that match none are element-wise.
+# Patterns of the names of XLA's operations. Operations that match no pattern are element-wise.
 _TYPES = {
     "convolutions": re.compile(r"conv(olution|_general)"),
     "products and sums": re.compile(r"ynn_|dot"),

@@ -67,12 +67,12 @@ def identity() -> dict[str, Any]:
 def matching_lines(
     file: pathlib.Path, reference: pathlib.Path, wanted: dict[str, Any]
 ) -> list[Any]:
-    """Returns the stored lines that have this identity; deletes the other stored lines."""
+    """Returns the stored lines with the identity `wanted`; deletes the other stored lines."""
     lines = []
     for text in file.read_text().splitlines() if file.exists() and reference.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:  # the last line of a sweep that was killed
+        except ValueError:  # an incomplete last line, left by a killed sweep
             continue
         if line["identity"] == wanted:
             lines.append(line)
@@ -87,7 +87,7 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
     """Trains one cell in new processes.
 
     Raises:
-      UserError: the cell failed; the message has the last lines of its output.
+      UserError: the cell failed or took too long.
     """
     values = flags.FLAGS
     command = [
@@ -116,10 +116,14 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
             preexec_fn=children.following(),
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"cell {cell.name}", problem=f"took more than {_SECONDS} s") from None
+        raise UserError(
+            f"cell {cell.name}", problem=f"took more than {_SECONDS} s; reduce --width or --updates"
+        ) from None
     except subprocess.CalledProcessError as error:
         last = "\n".join(error.stderr.splitlines()[-20:])
-        raise UserError(f"cell {cell.name}", problem=f"failed; its output ends: {last}") from None
+        raise UserError(
+            f"cell {cell.name}", problem=f"failed; see the end of its output: {last}"
+        ) from None
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -203,7 +207,7 @@ def report(lines: list[dict[str, Any]]) -> str:
                 "- First update after: seconds from the start of the processes to the end of the first "
                 "update, including compilation.",
                 "- Rows with bfloat16 gradients show the operations before compilation, because the CPU "
-                "compiler replaces bfloat16 sums by float32 sums. Before compilation, each tensor has a "
+                "compiler replaces bfloat16 sums with float32 sums. Before compilation, each tensor has a "
                 "separate operation.",
                 "",
                 distribution_table.table(lines),
@@ -216,13 +220,13 @@ def report(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures the missing cells, prints the page, and writes it with --write."""
+    """Measures the missing cells, prints the page, and writes it if --write is given."""
     values = flags.FLAGS
     try:
         chosen = re.compile(values.cells)
     except re.error as error:
         problem = f"is not a valid regular expression ({error})"
-        raise UserError("--cells", values.cells, problem, "correct it") from None
+        raise UserError("--cells", values.cells, problem, "correct the expression") from None
     wanted = [cell for cell in cells() if cell == REFERENCE or chosen.search(cell.name)]
     text = report(sweep(wanted, pathlib.Path(values.folder)))
     print(text, end="")

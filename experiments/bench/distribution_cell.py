@@ -25,7 +25,7 @@ from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.spec import Spec, changed
 
 STATES = ("replicated", "zero1", "fsdp")
-# Keeps every activation smaller than a kernel, see `distribution_table.sorted_messages`.
+# `distribution_table.sorted_messages` needs a batch whose activations differ in size from all kernels.
 BATCH_SIZE = 128
 # On 8 devices, a BatchNorm group spans two devices.
 GROUP_SIZE = 32
@@ -84,7 +84,7 @@ def config_for(cell: Cell, width: int, updates: int) -> Spec:
 
 
 def lowered_collectives(text: str, num_devices: int) -> list[Collective]:
-    """Returns a lowered program's collectives; each must have one array and be outside of loops.
+    """Returns a lowered program's collectives; each must have one array and be outside loops.
 
     Args:
       text: `as_text(dialect="hlo")` of the lowered program; unlike the text of a compiled program,
@@ -166,7 +166,7 @@ def measure(run: Run, cell: Cell, updates: int, started: float) -> dict[str, Any
             seconds = time.time() - started
         total, weight = sums["loss"]
         losses.append(float(total) / float(weight))
-    # Read bfloat16 sums before compilation: the CPU compiler replaces them by float32 sums.
+    # Read bfloat16 sums before compilation: the CPU compiler replaces them with float32 sums.
     narrow = cell.gradient_dtype != "float32"
     if narrow:
         operations = lowered_collectives(lowered.as_text(dialect="hlo"), cell.devices)
@@ -213,5 +213,5 @@ if __name__ == "__main__":
     )
     flags.DEFINE_integer("width", 512, "Width of both hidden layers.")
     flags.DEFINE_integer("updates", 20, "Number of updates.")
-    flags.DEFINE_float("started", 0.0, "time.time() at which the processes were started.")
+    flags.DEFINE_float("started", 0.0, "time.time() when the processes were started.")
     cli.run_main(main)

@@ -81,7 +81,7 @@ def figures(line: Line) -> dict[str, float]:
 
 
 def missed(line: Line) -> set[str]:
-    """Returns the figures outside their bounds, which also exclude too few bytes held or sent."""
+    """Returns the figures outside their bounds; too few bytes held or sent are also out of bounds."""
     numbers = figures(line)
     bounds = {
         "difference": (0, DIFFERENCE),

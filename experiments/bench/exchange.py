@@ -116,7 +116,7 @@ def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, R
             jax.block_until_ready(residuals)
             begun = time.perf_counter()
             jax.block_until_ready(program(grads, residuals[name]))
-            if number:  # the first round compiles and is not counted
+            if number:  # the first round is a warm-up
                 seconds[name].append(time.perf_counter() - begun)
     return {
         name: Row(
@@ -129,7 +129,7 @@ def measure(mesh: Mesh, num_layers: int, width: int, rounds: int) -> dict[str, R
 
 
 def estimate(mesh: Mesh, clock: float, num_layers: int, width: int) -> dict[str, Row]:
-    """Returns the TPU compiler's estimates; `clock` is the core's, in Hz."""
+    """Returns the TPU compiler's estimates; `clock` is the core's clock rate in Hz."""
     rows = {}
     exchanges = contenders(mesh.size)
     for name, exchange in track(exchanges.items(), "Compiling", console=_PROGRESS):
@@ -183,7 +183,7 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def main() -> None:
-    """Measures or estimates, prints the table, and writes it with --write."""
+    """Measures or estimates, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     size = values.layers, values.width
     command = f"--layers={values.layers} --width={values.width}"

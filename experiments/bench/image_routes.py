@@ -1,9 +1,10 @@
 """Routes from encoded photographs to batches, for `image_throughput.py`.
 
-Each route is a function of (paths, pixels, batch, training). With one thread, it yields endless
-batches of photographs in random order, uint8 of (batch, pixels, pixels, 3), with labels. In training
-it takes an Inception crop, resizes it bilinearly and flips it at random; in evaluation, it takes the
-central crop with 0.875 of the shorter side.
+Each route is a function of (paths, pixels, batch, training). Using one thread, a route yields batches
+of photographs in random order, without end, together with labels. The photographs are uint8 of shape
+(batch, pixels, pixels, 3); torchvision's route puts the channels before the pixels. In training, a
+route takes an Inception crop, resizes it bilinearly and flips it at random; in evaluation, it takes
+the central crop with 0.875 of the shorter side.
 """
 
 import importlib
@@ -29,7 +30,7 @@ class NotInstalled(Exception):
 
 
 class _Files:
-    """`Records` over files, all of class 0."""
+    """`Records` of image files, all of class 0."""
 
     num_classes = 1
     notes: tuple[str, ...] = ()

@@ -1,23 +1,23 @@
-"""Throughput of photographs on one core, from JPEG files to uint8 batches, beside other libraries.
+"""Throughput of photographs on one core, from JPEG files to uint8 batches: ours and other libraries'.
 
   python -m experiments.bench.image_throughput --images=FOLDER --write
 
 FOLDER holds JPEG files at any depth. All routes (image_routes.py) alternate on one core in one
 process. Times are CPU times of this process, so other load matters little. Our route resizes
-bilinearly. With resize='bicubic', which the ImageNet configs use like their sources, a core reads 0.6
-times as many images (0.58 to 0.64 in training and 0.62 to 0.70 in evaluation, for the page's
-photographs, with both methods in one run). PyTorch's rows need torchvision, and tf.data's rows need
+bilinearly. With resize='bicubic', as in the ImageNet configs and their sources, a core reads 0.6 times
+as many images: 0.58 to 0.64 in training and 0.62 to 0.70 in evaluation, measured with the page's
+photographs and both methods in one run. PyTorch's rows need torchvision, and tf.data's rows need
 TensorFlow; lamb_tpu depends on neither.
 
-The second table gives the number of CPU cores that feed a host's eight cores of TPU v3. The rates at
-which these train are rates of slices, divided by the number of hosts:
+The second table gives the number of CPU cores that feed a host's eight cores of TPU v3. Each
+training rate is the rate of a slice, divided by the number of the slice's hosts:
 
 - EfficientNet-B2 and B5: 451.35 and 77.44 images/ms on 1,024 cores (arXiv:2011.00071, table 1;
-  recalled, not read);
+  quoted from memory);
 - ResNet-50: 480,000 images/s on 512 cores, reported for a run of Google's MLPerf v0.6 code
   (threadreaderapp.com/thread/1223395022814339073);
 - EfficientNet-B0: 16,384 images in 23.6 ms on 1,024 cores, the TPU compiler's estimate for a step
-  without communication, so an upper bound.
+  without communication, and therefore an upper bound.
 """
 
 import functools
@@ -73,7 +73,7 @@ def find_images(folder: str, most: int) -> list[str]:
     )
     if not paths:
         remedy = "give a folder with photographs"
-        raise UserError(f"--images={folder}", problem="has no .JPEG or .jpg files", remedy=remedy)
+        raise UserError(f"--images={folder}", problem="has no .jpeg or .jpg files", remedy=remedy)
     return paths[:most]
 
 
@@ -90,7 +90,7 @@ def start(route: Route, *arguments: Any) -> Iterator[Any] | None:
 def rates(
     routes: dict[Any, Iterator[Any] | None], batch: int, batches: int, rounds: int
 ) -> dict[Any, float | None]:
-    """Returns each route's images per second on one core: the median over rounds in which they alternate."""
+    """Returns each route's images per second on one core: the median of rounds; the routes alternate."""
 
     def take(iterator: Iterator[Any]) -> None:
         for _ in range(batches):
@@ -110,13 +110,13 @@ def rates(
 
 
 def settle() -> None:
-    """Waits until no thread works, so that the batch that tf.data prefetches counts in its own turn."""
+    """Waits until no thread works, so that the batch that tf.data prefetches counts in tf.data's turn."""
     while core_seconds(lambda: time.sleep(0.05)) > 0.002:
         pass
 
 
 def main() -> None:
-    """Measures, prints the tables, and writes them with --write."""
+    """Measures, prints the tables, and writes them if --write is given."""
     values = flags.FLAGS
     paths = find_images(values.images, values.most)
     if hasattr(os, "sched_setaffinity"):  # before TensorFlow counts the cores

@@ -9,7 +9,7 @@ in one process, so that other load affects all of them. Read the ratios, not the
 turn, a contender makes one untimed call and then several timed calls, because PyTorch's threads spin
 for a while after its last call, and caches hold the arrays of the previous contender. A fourth
 contender computes little more than the matrix products of our layers, with the same compiler options;
-its difference to ours is the cost of everything else.
+the difference from our time is the cost of everything else.
 """
 
 import functools
@@ -202,7 +202,7 @@ def main() -> None:
     text = (
         f"Time of the gradients of LSTM layers with respect to weights and inputs, in float32: "
         f"jax {jax.__version__}, flax {flax.__version__}, {torch}, {processor()}, {num_cores()} core(s). "
-        f"Medians of {values.rounds} rounds. Below a ratio of 1, our layers are faster.\n"
+        f"Medians of {values.rounds} rounds. A ratio below 1 means that our layers are faster.\n"
         f"Command: `python -m experiments.bench.lstm {command}`\n\n{table(measured)}"
     )
     print(text, end="")
@@ -214,6 +214,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer(
         "rounds", 9, "Rounds; each contender takes one turn per round.", lower_bound=1
     )
-    flags.DEFINE_integer("most_features", 1500, "Skips wider layers.", lower_bound=128)
+    flags.DEFINE_integer("most_features", 1500, "Skip layers with more features.", lower_bound=128)
     flags.DEFINE_bool("write", False, "Whether to write lstm.md beside this file.")
     cli.run_main(main)

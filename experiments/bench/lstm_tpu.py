@@ -73,7 +73,7 @@ def table(features: int, words: int) -> str:
         f"An update of an LSTM language model with {LARGE.layers} layers of {features:,} cells, "
         f"{words:,} words and {LARGE.steps} steps: jax {jax.__version__}, flax {flax.__version__}, libtpu "
         f"{importlib.metadata.version('libtpu')}. The times are the compiler's estimates for one core of a "
-        "TPU v3; nothing was run. Below a ratio of 1, our LSTM is faster.",
+        "TPU v3; nothing was run. A ratio below 1 means that our LSTM is faster.",
         "Command: `python -m experiments.bench.lstm_tpu`",
         "",
         "| batch | ours, ms | Flax's, ms | ours / Flax's |",
@@ -86,7 +86,7 @@ def table(features: int, words: int) -> str:
 
 
 def main() -> None:
-    """Compiles, prints the table, and writes it with --write."""
+    """Compiles, prints the table, and writes it if --write is given."""
     text = table(flags.FLAGS.features, flags.FLAGS.words)
     print(text, end="")
     if flags.FLAGS.write:

@@ -1,4 +1,4 @@
-"""PyTorch implementations for comparison in the benchmarks; several versions of its packages work."""
+"""timm's Lamb, for comparison in the benchmarks; works with old and new versions of timm."""
 
 import inspect
 from typing import Any

@@ -2,7 +2,7 @@
 
   python -m experiments.bench.save_stall
 
-Makes LAMB updates of a random state, with donated buffers as in the trainer. It alternates between
+Makes LAMB updates of a random state, with donated buffers as in the trainer. Rounds alternate between
 updates alone, updates while a checkpoint is written in the background, and a synchronous save. The
 loop blocks during the save's call, which copies the state off the device. Writing, compression and
 checksums run afterwards; they share cores with the updates only if the device is the CPU, as here.
@@ -84,7 +84,7 @@ def measure(directory: pathlib.Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures, prints the table, and writes it with --write."""
+    """Measures, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     with tempfile.TemporaryDirectory(dir=values.directory) as directory:
         seconds = measure(pathlib.Path(directory))

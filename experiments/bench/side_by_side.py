@@ -40,7 +40,7 @@ def _config(network: str) -> Any:
 
 
 def _looped(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `side_by_side`, with a loop over the runs."""
+    """Replaces `parallel.side_by_side.side_by_side`: loops over the runs."""
 
     def updates(states: tuple[Any, ...], batches: tuple[Any, ...], *held: Any) -> Any:
         several = jax.lax.map(
@@ -96,7 +96,7 @@ def measure(network: str) -> str:
 
 
 def main() -> None:
-    """Measures every network, prints the table, and writes it with --write."""
+    """Measures every network, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     lines = [
         f"Time of one update of each of {values.runs} runs. jax {jax.__version__}, "

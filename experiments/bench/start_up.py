@@ -2,8 +2,8 @@
 
   python -m experiments.bench.start_up --write
 
-Each recipe starts three times in a new process: without a compilation cache, with an empty cache,
-which this start fills, and with the filled cache. The times of the stages are from the first start.
+Each recipe starts three times, each in a new process: without a compilation cache, with an empty
+cache, which the start fills, and with the filled cache. The times of the stages are from the first start.
 Evaluation and checkpoints are excluded. For recipes with phases, the first phase is measured.
 """
 
@@ -79,7 +79,7 @@ def row(recipe: str, plain: dict[str, float], filling: float, full: float) -> st
 
 
 def main() -> None:
-    """Measures every recipe, prints the table, and writes it with --write."""
+    """Measures every recipe, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     if values.start:
         print(json.dumps(start(values.start, values.spawned)))

@@ -4,7 +4,7 @@
   python -m experiments.bench.step --platform=gpu --write
 
 Times the full update (forward, backward and LAMB) in float32: ours, and PyTorch's in eager mode and
-by torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
+compiled by torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
 transformers. The contenders alternate in one process, so that other load affects all of them. Read
 the ratios, not the milliseconds. On a CPU, a second table splits our time by type of operation;
 `cpu_profile` explains how, and why some networks are slower here. On a GPU both libraries may use
@@ -76,7 +76,7 @@ def theirs(network: Network, form: str) -> Update | None:
 
 
 def contenders(network: Network) -> dict[str, Update]:
-    """Returns a function that makes an update, for each installed contender."""
+    """Maps each installed contender to a function that makes an update."""
     updates: dict[str, Update | None] = {"ours": ours(network)}
     updates |= {form: theirs(network, form) for form in _FORMS}
     return {name: update for name, update in updates.items() if update is not None}
@@ -91,7 +91,7 @@ def measure(network: Network, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for _ in range(rounds):
         for name, update in updates.items():
-            for _ in range(2):  # the first refills the caches that other contenders used
+            for _ in range(2):  # time the second; the first refills the caches
                 began = time.perf_counter()
                 update()
                 taken = time.perf_counter() - began
@@ -109,7 +109,7 @@ def row(name: str, network: Network, seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measures every network, prints the table, and writes it with --write."""
+    """Measures every network, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     if values.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -118,7 +118,7 @@ def main() -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
     if jax.default_backend() != values.platform:
         platform = jax.default_backend()
-        raise UserError("--platform", values.platform, "is not available", f"use {platform}")
+        raise UserError("--platform", values.platform, "is not available here", f"use {platform}")
     names = values.networks or PLATFORMS[values.platform]
     chosen = "".join(f" --networks={name}" for name in values.networks)
     versions = []

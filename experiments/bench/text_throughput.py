@@ -3,8 +3,8 @@
   python -m experiments.bench.text_throughput --text_dir=BOOKS --vocab=vocab.txt --write
 
 Preparation is compared with two functions of `tokenizers`: `encode_batch`, and `encode_batch_fast`,
-which computes no offsets. They encode the same lines with the same vocabulary; the text is already in
-memory, and they neither split sentences nor write files. The three alternate on one core. Times are
+which computes no offsets. Both functions encode the same lines with the same vocabulary, from memory,
+and neither split sentences nor write files. They and the preparation alternate on one core. Times are
 CPU times of this process, so other load matters little.
 
 Batches are gathered at random positions of the prepared text: with the ids in memory, and with each
@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def core_seconds(work: Callable[[], object]) -> float:
-    """Calls `work`, and returns the CPU seconds of all threads of this process meanwhile."""
+    """Calls `work` and returns the CPU seconds that all threads of this process used in the meantime."""
     start = time.process_time()
     work()
     return time.process_time() - start
@@ -65,7 +65,7 @@ def choose_files(folder: str, megabytes: float) -> list[str]:
             chosen.append(str(path))
             size += path.stat().st_size
     if not size:
-        remedy = "give a folder with text"
+        remedy = "give a folder with text files"
         raise UserError(f"--text_dir={folder}", problem="has no .md or .txt files", remedy=remedy)
     return chosen
 
@@ -117,7 +117,7 @@ def gathering(prepared: pathlib.Path, batches: int) -> list[tuple[str, str, floa
 
 
 def main() -> None:
-    """Measures, prints the tables, and writes them with --write."""
+    """Measures, prints the tables, and writes them if --write is given."""
     values = flags.FLAGS
     if hasattr(os, "sched_setaffinity"):  # limit the threads of `tokenizers` to one core too
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -3,14 +3,14 @@
   python -m experiments.bench.train_loop --data_dir=FOLDER_WITH_THE_FOUR_MNIST_FILES
 
 Trains LeNet and LeNet-5 on MNIST at batch 1,024 with LAMB through `lamb_tpu.train` (data, step,
-logging every 10 updates). Alternating with that, in the same process, it runs the same jitted step
-on one batch that stays on the device. It prints the ratio of the two rates, the seconds to the first
+logging every 10 updates). In alternation, the same process runs the same jitted step on one batch
+that stays on the device. The benchmark prints the ratio of the two rates, the seconds to the first
 update, and the number of compilations of the step.
 
-With --only_host it measures the host's time per update instead, with a step that computes nothing.
-Rounds alternate between one update per call, --updates_per_call updates per call, and a training set
-held on the device as an accelerator would hold it. The host never waits for the device, so this time
-is the shortest step that the host can keep up with.
+With --only_host, the host's time per update is measured instead, with a step that computes nothing.
+Rounds alternate between one update per call, --updates_per_call updates per call, and as many updates
+with the training set held on the device, as on an accelerator. The host never waits for the device,
+so the host's time is the shortest step that it can keep up with.
 
   python -m experiments.bench.train_loop --only_host --networks=lenet --steps=500
   python -m experiments.bench.train_loop --only_host --networks=davidnet --steps=500 \
@@ -58,7 +58,7 @@ class CompileCounter:
 
 
 def config_for(network: str):
-    """Returns the recipe, with a run shortened to the first log record plus the measured updates."""
+    """Returns the recipe's config, shortened to the updates before the first record and the timed updates."""
     if network == "davidnet":
         config = cifar10.get_config("data=cifar10_jpeg")
     else:
@@ -93,7 +93,7 @@ def bare_step(run: Run) -> float:
 
 
 def full_loop(config, counter: CompileCounter) -> tuple[float, float, int]:
-    """Runs `train`; returns (seconds per update, seconds to the end of the first, compilations).
+    """Runs `train`; returns (seconds per update, seconds to the end of the first update, compilations).
 
     The rate is measured between the first and the last record, which excludes compilation.
     """
@@ -109,7 +109,7 @@ def full_loop(config, counter: CompileCounter) -> tuple[float, float, int]:
 
 
 def free_step(run: Run, *args: Any) -> jax.stages.Wrapped:
-    """Returns a program with the inputs and outputs of the training step that computes nothing."""
+    """Returns a program that computes nothing, with the inputs and outputs of the training step."""
     updates = args[2] if len(args) > 2 else 1
     shape = () if updates == 1 else (updates,)
     names = ("accuracy", "loss", "grad_norm", "param_norm")
@@ -165,7 +165,7 @@ def measure(network: str, counter: CompileCounter) -> str:
 
 
 def main() -> None:
-    """Measures every network, prints the table, and writes it with --write."""
+    """Measures every network, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     if values.only_host:
         print(

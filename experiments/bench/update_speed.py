@@ -103,7 +103,7 @@ def torch_contender(num_layers: int, width: int, make: Callable[[Any, Any, Any],
 
 
 def _lamb(foreach: bool) -> Callable[[Any, Any, Any], Any]:
-    """Returns timm's Lamb without clipping, as in the paper's Algorithm 2: all leaves decay and adapt."""
+    """Returns a maker of timm's Lamb as in the LAMB paper's Algorithm 2: no clipping, no exempt leaves."""
     return lambda torch, timm, params: peers.lamb(
         timm, params, foreach, lr=1e-3, weight_decay=0.01, max_grad_norm=None
     )
@@ -115,7 +115,7 @@ def _adamw(torch: Any, timm: Any, params: Any) -> Any:
 
 
 def makers(num_layers: int, width: int) -> dict[str, Callable[[], Contender]]:
-    """Returns for each row a function that compiles it."""
+    """Maps each row's name to a function that compiles the row's contender."""
     size = num_layers, width
 
     def ours(tx: optax.GradientTransformation, words: int, stacked: bool = False) -> Any:
@@ -210,7 +210,7 @@ def _times(update: Callable[[], Any]) -> list[float]:
 
 
 def _values(shapes: Any) -> Any:
-    """Returns arrays that repeat a million normal numbers, which is fast."""
+    """Returns arrays that repeat a million normal numbers; drawing all numbers would be slow."""
     numbers = 0.02 * np.random.default_rng(0).standard_normal(2**20, dtype=np.float32)
     return jax.tree.map(
         lambda shape: np.resize(numbers, shape), shapes, is_leaf=lambda s: isinstance(s, tuple)
@@ -218,7 +218,7 @@ def _values(shapes: Any) -> Any:
 
 
 def main() -> None:
-    """Measures, prints the tables, and writes them with --write."""
+    """Measures, prints the tables, and writes them if --write is given."""
     values = flags.FLAGS
     rows = contenders(values.layers, values.width)
     seconds = {name: [] for name, row in rows.items() if row.iterate}

@@ -87,9 +87,9 @@ def table(estimates: dict[str, Estimate], num_layers: int, width: int) -> str:
         f"Optimizer update of {bert.num_values(num_layers, width) / 1e6:.1f} M float32 parameters in "
         f"{leaves[0]} leaves, or {leaves[1]} with stacked layers: jax {jax.__version__}, optax "
         f"{optax.__version__}, libtpu {importlib.metadata.version('libtpu')}. The figures are "
-        f"the compiler's estimates for one core of a TPU v3; nothing was run. `minimum ms`: the time in "
-        f"which "
-        f"only the bytes that the update must read and write are moved, at {BYTES_PER_SECOND / 1e9:.0f} "
+        f"the compiler's estimates for one core of a TPU v3; nothing was run. `minimum ms`: the time "
+        f"needed to move "
+        f"only the bytes that the update must read and write, at {BYTES_PER_SECOND / 1e9:.0f} "
         f"GB/s.",
         "",
         "| update | ms | time / optax.lamb | time / optax.adamw | minimum ms | GB | GB / minimum | fusions | "
@@ -129,7 +129,7 @@ def targets(estimates: dict[str, Estimate]) -> list[Target]:
 
 
 def main() -> None:
-    """Compiles every contender, prints the tables, and writes them with --write."""
+    """Compiles every contender, prints the tables, and writes them if --write is given."""
     values, core = flags.FLAGS, topology.devices(SLICE)[0]
     estimates = {
         name: estimate(contender, core, values.layers, values.width)

@@ -1,4 +1,4 @@
-"""The accelerator program: its folder, its time limits, and its state after it was killed."""
+"""The accelerator program: its folder, its time limits, and its files after a kill."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.tiny import ROOT
 
 @pytest.fixture
 def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder like `prepare` makes, without content."""
+    """A folder like that of `prepare`, but without content."""
     monkeypatch.setattr(running.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     actual = tmp_path / "folder"
     for name in ("wheels", "data"):
@@ -40,7 +40,7 @@ def part(name: str, seconds: float, code: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the parts by parts that succeed, that fail, that hang, and that ignore SIGTERM."""
+    """Replaces the parts with three: one fails, one hangs and ignores SIGTERM, and one succeeds."""
     directory = tmp_path / "parts"
     directory.mkdir()
     monkeypatch.setenv("PARTS", str(directory))
@@ -106,7 +106,7 @@ def test_a_long_log_is_cut(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_folder_that_is_not_complete(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="has no wheels; make it with: .* prepare"):
+    with pytest.raises(UserError, match="has no wheels; make the folder with: .* prepare"):
         running.run(tmp_path, tmp_path / "out", 1.0)
 
 

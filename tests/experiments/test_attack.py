@@ -38,7 +38,7 @@ TRACE = "Traceback (most recent call last):\n  File 'x'\nValueError: x\n"
         (End(2, "", f"a warning\n{SENTENCE}", 0.1), REJECTED),
         (End(75, "", "preempted; start the same command again\n", 0.1), REJECTED),
         (End(0, "all is well\n", "", 0.1), ACCEPTED),
-        # For this outcome, the exit status does not matter.
+        # A traceback counts, whatever the exit status.
         (End(0, TRACE, "", 0.1), TRACEBACK),
         (End(2, "", f"{SENTENCE}{TRACE}", 0.1), TRACEBACK),
         (End(0, "", "Exception ignored in: <stdout>\n", 0.1), TRACEBACK),
@@ -49,7 +49,7 @@ TRACE = "Traceback (most recent call last):\n  File 'x'\nValueError: x\n"
         (End(-signal.SIGSEGV, "", "", 0.1), KILLED),
         (End(2, "", "error: a\x1b[31mb is unknown\n", 0.1), RAW),
         (End(0, "a\rb\x07", "", 0.1), RAW),
-        # No sentence, a sentence that names nothing, and two sentences.
+        # No error message, an empty message, and two messages.
         (End(1, "", "", 0.1), UNCLEAR),
         (End(1, "", "KeyError: 'x'\n", 0.1), UNCLEAR),
         (End(2, "", "error: \n", 0.1), UNCLEAR),
@@ -123,7 +123,7 @@ def test_nothing_is_written_outside(prepared: pathlib.Path) -> None:
             value = word.partition("=")[2] if word.startswith("--") else word
             assert not value.startswith(("/", "..", "~/")) or value.startswith("/proc/x"), word
         if given.module.startswith("lamb_tpu.reproduce"):
-            # Otherwise the command would write records and pages of the checkout; a changed flag is an error.
+            # Without --papers, the command would write to the records and pages of the checkout.
             assert "--papers" in " ".join(given.arguments) or given.change == "flag missing"
 
 

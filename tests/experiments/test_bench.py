@@ -17,7 +17,7 @@ from tests.data.images.photographs import encode, smooth
 from tests.plan.test_main import needs_compiler
 from tests.shared import shared
 
-pytestmark = pytest.mark.optimized  # also in the commands that the tests start
+pytestmark = pytest.mark.optimized  # this also applies to the commands that the tests start
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -66,7 +66,7 @@ def test_update_tpu():
 def test_layers_of_the_lstm_benchmark(module):
     size = lstm.Size("tiny", 5, 3, 4, 6, 2)
     (weights, inputs) = lstm.of_jax(module(size.features, size.layers), size)()
-    # Gates of two layers, with one bias each; the second kernel of a gate in Flax is square.
+    # A layer has four gates of 6 units; each has an input kernel, a recurrent kernel and a bias.
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
     assert count == 4 * 6 * (4 + 6 + 1) + 4 * 6 * (6 + 6 + 1)
     assert inputs.shape == (5, 3, 4) and np.abs(inputs).max() > 0

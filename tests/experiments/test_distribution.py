@@ -12,7 +12,7 @@ from experiments.bench.distribution_cell import Cell, as_messages, lowered_colle
 from lamb_tpu.parallel.mesh import make_mesh
 from tests import tiny
 
-# A kernel of 100 values, divisible by 4 devices, and a bias of 10, which is not.
+# The kernel can be sharded over 4 devices; the bias cannot, because 10 is not divisible by 4.
 SHAPES = {"output/kernel": (20, 5), "output/bias": (10,)}
 
 
@@ -112,7 +112,7 @@ def test_notes_name_causes() -> None:
     apart["differences"]["output/kernel"] = 1e-3
     [note] = distribution_table.notes([full, other, apart])
     assert "does not explain" in note
-    # If its size is not that of a kernel, the second gather carries an activation.
+    # The second gather does not have the size of a kernel, so it carries an activation.
     gathers = [message("all-gather", 100, 300), message("all-gather", 101, 99000)]
     compiled = line(Cell(1, 4, "zero1", "jit"), [REDUCED, *gathers], held_bytes=724)
     [note] = distribution_table.notes([full, compiled])

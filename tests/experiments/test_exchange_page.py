@@ -1,4 +1,4 @@
-"""The page of exchanges, from synthetic rows and from the stored ones."""
+"""The page of exchanges, made from synthetic rows and from the stored rows."""
 
 import doctest
 import pathlib
@@ -24,7 +24,7 @@ SHAPES = [(1000, 999), (1000,)]
 
 
 def row(case: Case) -> dict[str, Any]:
-    """Returns a row of a program that sends the least bytes of its method, with small numbers."""
+    """Returns a synthetic row of a program that sends the minimum bytes of its method."""
     devices = topology(case.topology).num_devices
     count = devices // case.inner
     actual: list[list[Any]] = []
@@ -138,7 +138,7 @@ def test_times(saved: dict[str, Any]) -> None:
         assert actual is not None
         return actual.network
 
-    # Eight hosts' links carry 2 (h - 1) / h of the gradient.
+    # The link of each of the h = 64 hosts carries 2 (h - 1) / h of the gradient.
     rate = 1.25e9 * CONSTANTS.datacenter_efficiency
     steps = 2 * 2 * 6 * CONSTANTS.datacenter_seconds
     least = 2 * 63 / 64 * V / rate + steps
@@ -146,7 +146,7 @@ def test_times(saved: dict[str, Any]) -> None:
     assert network("bfloat16", 512, 10.0) < network("float32", 512, 10.0)
     assert network("float32", 512, None) < network("float32", 512, 100.0)
     onebit = scaling.time(saved, "ResNet-50", "onebit", 512, 10.0)
-    # Summing over all devices sends eight times as much over a link as after sums within hosts.
+    # Summing over all devices sends eight times as much over a link as summing within hosts first.
     assert onebit is not None and onebit.is_within
     assert onebit.packing == pytest.approx((10**6 + 1000 * 64) * CONSTANTS.compute_factor / 940e6)
     assert next(iter(scaling.best(saved, "ResNet-50", 512, 10.0))) != "float32"

@@ -41,7 +41,7 @@ def test_peaks_are_marked(tmp_path: pathlib.Path) -> None:
     lipschitz.main(lipschitz._parse([*given, f"--output={path}"]))
     assert path.read_text().startswith("<?xml")
     actual = [lipschitz.read(run) for run in given]
-    # The second estimate of the first run is an outlier, so a median of five is not affected by it.
+    # The second estimate of the first run is an outlier, which does not affect a median of five.
     assert lipschitz.smooth(actual[0]["lipschitz"]) == [2, 2.25, 2.5, 7, 7, 7, 7.5, 7]
     assert [lipschitz.peak(run) for run in actual] == [6, 0]
     assert lipschitz.table(actual).splitlines()[2:] == [

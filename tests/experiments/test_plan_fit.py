@@ -30,7 +30,7 @@ def samples(noise: float = 0.0) -> list[Sample]:
 
 def test_known_constants_are_fitted() -> None:
     actual = fit.fit(samples())
-    np.testing.assert_allclose(actual.network, NETWORK, rtol=0.02)  # the prior pulls a little
+    np.testing.assert_allclose(actual.network, NETWORK, rtol=0.02)  # the prior shifts them slightly
     assert actual.factors == pytest.approx(FACTORS, rel=0.01)
     assert actual.generations == pytest.approx(GENERATIONS, rel=0.01)
 
@@ -50,7 +50,7 @@ def test_a_run_left_out_is_predicted_from_the_others() -> None:
 
 def test_a_source_left_out_has_the_median_factor_of_the_others() -> None:
     runs = samples()
-    medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # of the factors of the other two sources
+    medians = {"a": 1.4, "b": 1.0, "c": 1.3}  # median factor of the other two sources
     expected = [
         (medians[run.source] * GENERATIONS[run.generation] * 100 + np.dot(run.basis, NETWORK))
         / run.measured

@@ -87,7 +87,7 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
     assert (row.topology, row.updates, row.examples) == ("v5e-4", 90, 1437)
     assert row.seconds == pytest.approx(90 * 64 / 32_000)  # by the median rate
     assert row.program == "mlp of 17,226 parameters"
-    # The stored config gives the same program; keys that only name folders are left out.
+    # The stored config gives the same program; keys that do not affect the program are left out.
     config = row.phase.config()
     assert config.batch_size == 64 and config.checkpoint.keep == base_config().checkpoint.keep != 7
     assert row.phase.name == "mlp of 17,226 parameters, batch 64"

@@ -19,14 +19,14 @@ VERSIONS = {"jax": "0", "libtpu": "1"}
 
 
 def saved_for(sources: tuple[Source, ...]) -> dict[str, dict[str, Any]]:
-    """Returns programs as fast as their runs were measured, with 10 to 20 % in the network."""
+    """Returns programs whose times equal those of their runs, with 10 to 20 % in the network."""
     actual = {}
     for index, run in enumerate(run for source in sources for run in source.runs):
         share = 0.1 + 0.1 * (index % 2)
         time = (run.seconds or 4000.0) / sum(phase.updates for phase in run.phases)
         for phase in run.phases:
             if run.seconds is None and phase.key(run.topology) in actual:
-                continue  # another run of this program was measured
+                continue  # a measured run has set the time of this program
             actual[phase.key(run.topology)] = {
                 "fits": "v6e" not in run.topology,
                 "compute": (1 - share) * time,
@@ -105,7 +105,7 @@ def test_page(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, lines = page.lines_of(sources, saved)
     share = page.network_share(lines[-1].sample, fitted)
     assert share == pytest.approx(0.2, rel=0.1)
-    # 64 images per update; 1,000 images took 423.14 seconds.
+    # 1,000 updates of 64 images took 423.14 seconds; the rates are in images per millisecond.
     assert (
         f"| {lines[-1].run.phases[0].recipe} | {64 / 423.14:.4g} | {64 / lines[-1].seconds:.4g} | "
         f"1 % | {100 * share:.2g} % |" in text

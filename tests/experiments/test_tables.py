@@ -20,7 +20,7 @@ from lamb_tpu.spec import Spec
 from tests.shared import shared
 
 TABLES = load_all(folder())
-EXAMPLES = 50_000  # examples per epoch; any number serves here
+EXAMPLES = 50_000  # examples per epoch; any number works here
 
 
 def all_jobs(table: Table) -> Iterator[Job]:
@@ -165,7 +165,7 @@ def test_seesaw_trades_each_halving_of_the_rate_for_a_doubled_batch(optimizer: s
     assert (warming.batch(0), warming.batch(500)) == (64, 1024)
     assert warming.rate(0) == pytest.approx(constant.rate(0) / 4)
     assert warming.rate(500) == pytest.approx(constant.peak_learning_rate / 2)  # one halving
-    # All cells see the same examples, except for a partial update.
+    # All cells see the same number of examples, up to a partial update.
     for _, recipe in actual.values():
         assert 600_000 <= recipe.examples(recipe.total_steps) < 600_000 + 2_048
 

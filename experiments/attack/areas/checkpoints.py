@@ -1,4 +1,4 @@
-"""Checkpoints: a damaged or missing file in one, or an oddly named file beside them."""
+"""Checkpoints: a damaged file in a checkpoint, or an oddly named entry beside the checkpoints."""
 
 import pathlib
 import random
@@ -37,7 +37,7 @@ _NAMES = (
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Draws a command and a checkpoint file, and damages the file."""
+    """Draws a command, and damages a checkpoint's file or adds an oddly named entry."""
     command = rng.choice(list(_COMMANDS))
     if rng.random() < 0.15:
         name = rng.choice(_NAMES)

@@ -172,7 +172,7 @@ COMMANDS: list[tuple[str, tuple[str, ...], list[str], dict[str, str]]] = [
         {"papers": "@/papers", "output": "@/pages", "html": "@/site", "records": "@/papers"},
     ),
 ]
-# Flags that are given only when they are the change, because they contradict other flags.
+# Flags that are given only if they are the ones to change, because they contradict other flags.
 _ALONE = {
     "step",
     "config",

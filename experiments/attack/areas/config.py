@@ -8,7 +8,7 @@ from typing import Any
 from experiments.attack.bases import SHORT
 from experiments.attack.inputs import WORDS, Input, flag
 
-# (recipe, its data, relative frequency). Some recipes train for half a minute if the value is valid.
+# Relative frequency of each recipe. Some recipes train for half a minute if the value is valid.
 RECIPES = {
     "digits:smoke": 10,
     "mnist_lenet:smoke": 2,
@@ -19,7 +19,7 @@ RECIPES = {
     "imagenet_resnet:smoke,size=18": 1,
     "mnist_lstm:smoke": 1,
 }
-# Keys that the recipes leave out, with a valid value.
+# Valid values of keys that the recipes leave out.
 _FURTHER = {
     "batch_rule.name": "ramp",
     "batch_rule.points": "((0,64),(1000,256))",

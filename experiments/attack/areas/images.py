@@ -59,7 +59,7 @@ _LISTS = {
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Damages an image or the list of labels."""
+    """Damages an image or the list of labels, or adds an oddly named file."""
     number = rng.random()
     # Draw the image check more often than training, which compiles a network and decodes only crops.
     module, arguments = rng.choice([("data.images.check", _CHECK)] * 6 + [("train", _TRAIN)])

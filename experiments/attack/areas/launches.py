@@ -69,7 +69,7 @@ _WORKDIRS = (
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Draws an option of the launcher, or a word of the command to launch."""
+    """Changes an option of the launcher, or a flag of the command to launch."""
     kind = rng.choice(list(_TYPES))
     options, train = dict(_TYPES[kind]), list(_TRAIN)
     change, value = rng.choice(list(WORDS.items()))

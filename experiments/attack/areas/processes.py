@@ -116,7 +116,7 @@ SETTINGS: dict[str, Callable[[], None]] = {
     "no disk space for files": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
     "current folder removed": _lose_folder,
 }
-# If one of these streams fails, the error message may be lost.
+# With these settings, the error message may be lost.
 _SILENT = {
     "standard output is a closed pipe",
     "standard error is a closed pipe",

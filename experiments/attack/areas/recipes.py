@@ -81,7 +81,7 @@ _BODIES = {
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Draws an argument or a config file, or damages one."""
+    """Draws a recipe's argument with an odd value, or a config file with an odd body or value."""
     number = rng.random()
     if number < 0.3:
         recipe = rng.choice(list(_ARGUMENTS))
@@ -120,7 +120,7 @@ def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
         )
     )
     body = f"config.unlock(); config.{key} = {value}; return config"
-    # The overrides in SHORT would replace the value.
+    # Remove the override in SHORT that would replace the value.
     command = [word for word in command if f"config.{key}" not in word]
     return Input(
         "recipes",

@@ -27,7 +27,7 @@ def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
     name = rng.choices(list(FILES), [5, 2, 3])[0]
     content, change, location = damage(rng, prepared, name)
     files = {name: content}
-    if name == CARRIED:  # the tables start without records, so that the file's records are added
+    if name == CARRIED:  # the table starts without records, so that `adopt` adds those of the file
         files |= {RECORDS: "", CONFIGS: "{}"}
     return Input(
         "records",

@@ -50,7 +50,7 @@ def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
         key = re.findall(r"[\w.\"]+(?= = $)", text[: match.start()][-40:])
         location = f"{name} {key[-1] if key else ''}"
         content = text[: match.start()] + value + text[match.end() :]
-    # Remove the records for half of the inputs: a measured cell is not run, so its change has no effect.
+    # Remove the records for half of the inputs: cells with records do not run, so changes have no effect.
     files = {f"papers/small/{name}": content}
     if rng.random() < 0.5:
         files |= {"papers/small/digits.jsonl": "", "papers/small/digits.configs.json": "{}"}

@@ -13,7 +13,7 @@ _PREDICT = ["--checkpoint=@/exported", "--text=a [MASK] b"]
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Damages a folder of weights, or the header of its arrays."""
+    """Damages a file of exported weights, or changes the header of the arrays."""
     module, arguments = rng.choice([("train", _TRAIN)] + [("predict", _PREDICT)] * 4)
     name = rng.choice(("exported/config.json", "exported/model.safetensors"))
     if name.endswith(".safetensors") and rng.random() < 0.6:
