@@ -92,7 +92,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "split": ("data", "my_broken:without_split", "has no argument 'split'", "name", ...),
     "source": ("data", "my_broken:no_source", "returns [1, 2, 3], which lacks"),
     "empty": ("data", "my_broken:empty", "holds no example in split 'train'"),
-    "shapes": ("data", "my_broken:Shapes", "gathers 'image' as float32[3] for one example"),
+    "shapes": ("data", "my_broken:Shapes", "gathers float32[3] for field 'image'"),
     "options": (
         "data",
         {"name": "my_arrays:rings", "options": {"nois": 1.0}},

@@ -253,7 +253,7 @@ CASES = {
     "weights that are a folder": weights("model.safetensors", json.dumps(BERT), FOLDER),
     "weights described deep": weights("config.json is not JSON (it is nested too deep", DEEP, "x"),
     "list of pictures with NUL": train(
-        "names 1 files that are not in",
+        "names 1 file(s) that are not in",
         "--config.data.name=image_folder",
         "--config.data.dir=@",
         **{"../labels.tsv": "file\tlabel\na\0.jpg\t0\n"},

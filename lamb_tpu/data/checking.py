@@ -44,7 +44,7 @@ _FINITE = Range(-LARGEST, LARGEST, "finite as float32")
 
 
 class Check:
-    """Check of the batches of a data set.
+    """Checks the batches of a data set.
 
     Args:
       source: the data set.
@@ -75,7 +75,7 @@ class Check:
         try:
             arrays = {field: np.asarray(values) for field, values in batch.items()}
         except ValueError as error:  # ragged nested lists
-            problem = f"returns no array for the examples {_listed(indices)} ({error})"
+            problem = f"returns ragged values for the examples {_listed(indices)} ({error})"
             remedy = "return a dict of arrays"
             raise UserError(f"gather of {self._title}", ..., problem, remedy) from None
         self(arrays, indices)
@@ -110,9 +110,8 @@ class Check:
     def examine(self, batch: Batch, indices: np.ndarray) -> None:
         """Raises a UserError if a batch may be the cause of a NaN or infinity after its update.
 
-        This is stricter than the check of every batch: it also rejects values whose square
-        overflows float32 and, if the task declares no range, values outside the data set's classes
-        or vocabulary.
+        Stricter than `__call__`: also rejects values whose square overflows float32 and, if
+        the task declares no range, values outside the data set's classes or vocabulary.
         """
         self._check_values(batch, indices, finite=True)
         vocabulary, classes = self._source.vocabulary, self._source.num_classes
@@ -168,7 +167,7 @@ class Check:
 
     def _error(self, key: str, number: np.generic, bound: Range) -> UserError:
         value = number.item()
-        numbers = "an integer from " * bound.integer
+        numbers = "an integer from " if bound.integer else "in the range "
         allowed = f"{numbers}{bound.low:.6g} to {bound.high:.6g}, {bound.meaning}"
         if bound is _FINITE:
             allowed = bound.meaning
@@ -190,7 +189,7 @@ def check_options(options: Any, **bounds: tuple[float, float]) -> None:
 
 
 def check_same_form(trained: Source, evaluated: Source) -> None:
-    """Raises a UserError if a field's rank or type of number differs between two custom sets.
+    """Raises a UserError if the rank or number type of a field differs between two custom sets.
 
     Sizes may differ, because some networks are evaluated on larger images; see `split_difference`.
     """
@@ -203,9 +202,9 @@ def check_same_form(trained: Source, evaluated: Source) -> None:
 
 
 def split_difference(trained: Source, evaluated: Source) -> UserError | None:
-    """Returns an error if the evaluation set lacks a field or has it in another shape, else None.
+    """Returns an error if the evaluation set lacks a field or a field's shape differs; otherwise None.
 
-    Only for custom sets. Dtypes are not compared: `check_same_form` has compared the types of number.
+    For custom sets only. Does not compare dtypes: `check_same_form` compares the number types.
     """
     if _is_stream(trained, evaluated):
         return None
@@ -217,7 +216,7 @@ def split_difference(trained: Source, evaluated: Source) -> UserError | None:
 
 
 def _is_stream(trained: Source, evaluated: Source) -> bool:
-    # A training example is one window of a stream; an evaluation example is a stream with all windows.
+    # Shapes differ: a training example is one window of a stream, an evaluation example a full stream.
     return trained.streams is not None or evaluated.streams is not None
 
 
@@ -239,7 +238,7 @@ def gather(source: Source, indices: np.ndarray, epochs: np.ndarray | int | None 
     """Gathers examples, see `Source.gather`; `epochs` is None in an evaluation.
 
     An error in the code of a custom source becomes a UserError, because a SystemExit in a thread
-    that reads ahead would leave the run waiting.
+    that reads ahead would hang the run.
     """
     with custom.calling(title(source), failures=True):
         return source.gather(indices) if epochs is None else source.gather(indices, epochs)

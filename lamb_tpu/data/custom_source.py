@@ -24,8 +24,8 @@ def load(
 ) -> Source:
     """Makes a custom data set from its options and from arguments of `registry.load`.
 
-    The class or function gets only those of the arguments that it takes. Raises a UserError if an
-    option is unknown, or if the result is not a valid `Source`.
+    Passes only the arguments that the class or function takes. Raises a UserError if an option is
+    unknown, or if the result is not a valid `Source`.
     """
     make, wrong = sets.find(name), functools.partial(UserError, "config.data.name", name)
     sets.check(name, options)
@@ -50,7 +50,7 @@ def load(
         # Reads one example, to report a wrong shape or dtype before anything is compiled.
         gathered = source.gather(np.zeros(1, np.int64))
         if not isinstance(gathered, Mapping):
-            problem = f"has a gather that returns {type(gathered).__name__}"
+            problem = f"has a method gather that returns {type(gathered).__name__}"
             raise wrong(problem, "return a dict of arrays")
         # Ragged nested lists raise a ValueError here.
         arrays = {field: np.asarray(values) for field, values in gathered.items()}
@@ -64,7 +64,7 @@ def load(
                 if one or field not in arrays
                 else f" in an array of shape {list(arrays[field].shape)}"
             )
-            problem = f"gathers {field!r} as {_text(specs.get(field))} for one example{rows}"
+            problem = f"gathers {_text(specs.get(field))} for field {field!r} of one example{rows}"
             raise wrong(problem, f"return {_text(declared.get(field))}, as element_spec declares")
     return source
 
@@ -83,7 +83,7 @@ def _declared(source: Source, wrong: Callable[..., UserError]) -> dict[str, Fiel
     """Returns `element_spec`; raises a UserError if devices do not support a field."""
     declared = source.element_spec
     if not isinstance(declared, Mapping) or not declared:
-        shown = "is empty" if declared == {} else f"is {type(declared).__name__}"
+        shown = "is empty" if declared == {} else f"is of type {type(declared).__name__}"
         remedy = "use a dict from the name of each field to its lamb_tpu.data.FieldSpec"
         raise wrong(f"has an element_spec that {shown}", remedy)
     for field, spec in declared.items():
@@ -92,7 +92,7 @@ def _declared(source: Source, wrong: Callable[..., UserError]) -> dict[str, Fiel
             raise wrong(declares, "use text as the name of each field")
         if not isinstance(spec, FieldSpec) or not isinstance(spec.dtype, np.dtype):
             problem = f"{declares} as {spec!r}"
-            raise wrong(problem, "use a lamb_tpu.data.FieldSpec of a shape and a numpy.dtype")
+            raise wrong(problem, "use a lamb_tpu.data.FieldSpec with a shape and a numpy.dtype")
         if not isinstance(spec.shape, tuple) or not all(
             isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
             for size in spec.shape

@@ -16,8 +16,7 @@ def eval_batches(
 
     Global batch `b` holds examples `[b * batch_size, (b + 1) * batch_size)`. Every process yields
     the same number of batches, all of one shape. Rows after the last example repeat example 0 with
-    mask 0. The padding is a real example, because a model may return NaN for zeros, and 0 * NaN is
-    NaN.
+    mask 0. The padding is a real example: a model may return NaN for zeros, and 0 * NaN is NaN.
 
     Args:
       source, batch_size, rows, check: see `TrainLoader`.

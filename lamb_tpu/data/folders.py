@@ -67,7 +67,7 @@ def folder_of(
 
     Args:
       name: config.data.name.
-      folder: path of the folder, to be shown in the text and the commands.
+      folder: path of the folder, shown in the text and the commands.
       splits: config.data.train_split and config.data.eval_split.
       vocab_size: config.model.vocab_size, for prepared text.
     """

@@ -50,7 +50,7 @@ class HeldSet:
 def held_set(source: Source) -> HeldSet | None:
     """Returns `source` as a set for device memory; None if that is not supported.
 
-    Supported are `ArraySource` and `AugmentedArraySource` with numbers of at most 4 bytes.
+    Supports `ArraySource` and `AugmentedArraySource` with numbers of at most 4 bytes.
     """
     if type(source) not in (ArraySource, AugmentedArraySource):
         return None

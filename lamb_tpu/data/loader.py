@@ -60,7 +60,7 @@ class TrainLoader:
         self._seed = seed
         self._rows = rows
         self._gather = functools.partial(gather, source) if check is None else check.read
-        # The orders of two epochs are cached, because a batch may cross from one to the next.
+        # The orders of two epochs are cached, because a batch may cross from one epoch to the next.
         self._order_of = (
             example_order
             if source.buckets is None
@@ -82,7 +82,7 @@ class TrainLoader:
         """Takes the next `count` examples of the stream, each field stacked to (rows, *shape).
 
         This process gathers the examples of the row indices `rows`, in 0 ... `count - 1`; None for
-        all. Raises a UserError if the source has another number of streams than `count`.
+        all. Raises a UserError if the source has streams and their number is not `count`.
         """
         if count < 1:
             raise ValueError(f"count={count} must be at least 1")
@@ -132,7 +132,7 @@ class TrainLoader:
     def skip(self, count: int, rows: np.ndarray | None = None) -> Batch:
         """Takes the next `count` examples without reading them; returns zeros of their shapes.
 
-        Used by a process that cannot read its examples, until all processes end together.
+        Used by a process that cannot read its examples, until all processes stop together.
         """
         indices, _, bucket = self.indices(self.examples, count, rows)
         self.examples += count
@@ -171,7 +171,7 @@ class TrainLoader:
         epochs, indices = np.divmod(np.arange(start, stop), len(self._source))
         if self._source.streams is None:
             indices = global_indices(self._seed, start, stop, len(self._source), self._order_of)
-        # The largest bucket of the global batch, because every process needs the same shapes.
+        # Uses the largest bucket of the global batch: every process needs the same shapes.
         buckets = self._source.buckets
         bucket = 0 if buckets is None else int(buckets[indices].max())
         return indices[local_rows], epochs[local_rows], bucket

@@ -17,9 +17,9 @@ from lamb_tpu.data.hashing import words
 def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     """Returns the permutation of `range(num_examples)` in which an epoch visits the examples.
 
-    It sorts raw Philox words instead of calling `Generator.permutation`: NumPy guarantees that the
-    output of a bit generator is the same in all versions, but not the output of `Generator`'s
-    methods. Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+    Sorts raw Philox words instead of calling `Generator.permutation`: NumPy guarantees the same
+    output in all versions for a bit generator, but not for the methods of `Generator`. Philox:
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 
     Args:
       seed: 0 to 2**64 - 1.
@@ -33,10 +33,10 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
       ValueError: an argument is out of range.
     """
     if not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed} must be 0 to 2**64-1")
+        raise ValueError(f"seed={seed} must be from 0 to 2**64-1")
     if epoch < 0 or num_examples < 1:
         raise ValueError(
-            f"epoch={epoch} must be at least 0, num_examples={num_examples} at least 1"
+            f"epoch={epoch} must be at least 0, and num_examples={num_examples} must be at least 1"
         )
     # The key is (seed, epoch), so no epoch depends on earlier ones.
     draws = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_examples)

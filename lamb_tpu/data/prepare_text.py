@@ -80,7 +80,7 @@ class _ProgressDisplay:
         fresh = progress.done - progress.resumed
         if fresh and self._bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            # Only bytes of this run, because its time does not include earlier runs.
+            # Counts only this run's bytes, because the elapsed time excludes earlier runs.
             rate = fresh / (now - self._start)
             self.log(
                 f"{progress.done / 1e6:,.1f} of {progress.total / 1e6:,.1f} MB; "
@@ -126,9 +126,9 @@ def _run(options: argparse.Namespace) -> int:
     )
     # Warns about text that was dropped or cut: the cause may be a wrong rule or a damaged file.
     for key, text in (
-        ("empty_documents", "documents were empty and were left out"),
-        ("broken_lines", "lines were not UTF-8; their unreadable bytes were left out"),
-        ("cut_sentences", "sentences were too long and were cut"),
+        ("empty_documents", "document(s) were empty and were left out"),
+        ("broken_lines", "line(s) were not UTF-8; their unreadable bytes were left out"),
+        ("cut_sentences", "sentence(s) were too long and were cut"),
     ):
         if counts[key]:
             print(f"warning: {counts[key]:,} {text}", file=sys.stderr)

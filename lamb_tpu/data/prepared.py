@@ -71,7 +71,7 @@ def holds_photographs(builder: tfds.core.DatasetBuilder) -> bool:
 def read(
     name: str, builder: tfds.core.DatasetBuilder, split: str, in_memory: bool | None
 ) -> Source:
-    """Returns a split of a prepared set; `in_memory` is explained in `registry.load`."""
+    """Returns a split of a prepared set; see `registry.load` for `in_memory`."""
     records, paths = _open(name, builder, split)
     features = builder.info.features
     labels = [key for key in features if isinstance(features[key], tfds.features.ClassLabel)]
@@ -84,7 +84,7 @@ def read(
         folder=folder,
     )
     if in_memory is None:
-        # The decoded size counts, which may be many times the size of the files.
+        # Compares the decoded size, which may be many times the size of the files.
         in_memory = num_bytes(source) <= IN_MEMORY_BYTES
     if not in_memory:
         return source
@@ -144,6 +144,6 @@ def _open(
     try:
         return builder.as_data_source(split=split, decoders=decoders), paths
     except NotImplementedError as error:
-        problem = f"is prepared as {builder.info.file_format}, which cannot be read by index"
+        problem = f"is prepared as {builder.info.file_format.value}, which cannot be read by index"
         remedy = "prepare it as array_record in another data folder"
         raise UserError(f"{builder.data_dir} of data set {name}", ..., problem, remedy) from error

@@ -141,7 +141,7 @@ def read_options(name: str, given: Mapping[str, Any], seed: int = 0) -> Any:
 
 
 def check_same_text(train: Source, evaluation: Source) -> None:
-    """Raises a UserError if two text sets differ in their vocabulary or in keeping case."""
+    """Raises a UserError if two text sets differ in their vocabulary or casing."""
     ours, theirs = train.vocabulary, evaluation.vocabulary
     if ours is None or theirs is None:
         return
@@ -154,7 +154,7 @@ def check_same_text(train: Source, evaluation: Source) -> None:
     ):
         if first != second:
             problem = f"differs from {second!r} in the evaluation set {title(evaluation)}"
-            remedy = "prepare both sets with the same vocabulary"
+            remedy = "prepare both sets with the same vocabulary and casing"
             raise UserError(f"{what} of the training set {title(train)}", first, problem, remedy)
 
 
@@ -243,8 +243,11 @@ def load_masked_lm(
     root = pathlib.Path(source_dir)
     if not (root / split).is_dir():
         prepared = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
-        itself = "; it is itself a prepared folder, so give its parent" * (root / MANIFEST).exists()
-        remedy = f"use a split of config.data.dir: {listed(prepared)}{itself}"
+        remedy = f"use a split of config.data.dir: {listed(prepared)}"
+        if (root / MANIFEST).exists():
+            remedy = f"use the parent folder as config.data.dir: {root} is itself a prepared folder"
+        elif not prepared:
+            remedy = f"run python -m lamb_tpu.prepare_text --output={root / split} to make it"
         raise UserError(f"{root / split}", ..., "is not a prepared folder", remedy)
     return MaskedLmSource(TokenShards(root / split, in_memory), options)
 

@@ -4,7 +4,7 @@ A plan needs the shapes of a batch and the number of examples, and reads no data
 TFDS's catalogue for MNIST, Fashion-MNIST and CIFAR-10, and from the 2012 challenge for ImageNet.
 For SQuAD, the sizes are the numbers of questions in the two files of version 1.1; for the Penn
 Treebank, the sizes follow from the numbers of words in Mikolov's three files. An example of
-Multi30k or WMT'16 is a pair of sentences, padded to the greatest width.
+Multi30k or WMT'16 is a pair of sentences, padded to the option `max_length`.
 """
 
 from collections.abc import Mapping

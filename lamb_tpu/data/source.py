@@ -63,7 +63,7 @@ class Source(Protocol):
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         """Returns the examples at `indices` (int, (n,)), each field stacked to (n, *shape).
 
-        A set with random examples draws them for `epochs`, (n,) or one number for all. Evaluation
+        If examples are random, they are drawn for `epochs`, (n,) or one number for all. Evaluation
         omits `epochs` and gets the same examples every time. An evaluation set may add `mask`,
         float32 (n,), with 0 for examples that must not count.
         """
@@ -75,7 +75,7 @@ class Source(Protocol):
 
 
 class BaseSource(Source):
-    """Base class of sources. A subclass must have `name`, `element_spec`, `__len__` and `gather`."""
+    """Base class of sources. A subclass must define `name`, `element_spec`, `__len__` and `gather`."""
 
 
 def title(source: Source) -> str:
@@ -118,7 +118,7 @@ class ArraySource(BaseSource):
     def __init__(self, name: str, arrays: Mapping[str, np.ndarray], num_classes: int | None):
         lengths = {field: len(array) for field, array in arrays.items()}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"the arrays of {name} differ in length: {lengths}")
+            raise ValueError(f"the arrays of {name} differ in length: {lengths}; use equal lengths")
         self.name = name
         self.num_classes = num_classes
         self.arrays = dict(arrays)
@@ -197,7 +197,7 @@ class RecordSource(BaseSource):
     def read_all(self) -> ArraySource:
         """Reads the full set, in chunks, into an `ArraySource` of the same name."""
         arrays = zeros(self, len(self))
-        # Filled chunk by chunk, because concatenating a list would need twice the memory.
+        # Fills the arrays chunk by chunk: concatenating a list would need twice the memory.
         for start in range(0, len(self), _READ_CHUNK):
             stop = min(start + _READ_CHUNK, len(self))
             for field, values in self.gather(np.arange(start, stop)).items():

@@ -28,7 +28,7 @@ class Task(Protocol):
     (sum, weight) for the same reason. If a metric's name ends with 'perplexity', the exponential of
     its mean is reported.
 
-    If the network has a recurrent state (`Model.carry_shape`), a training batch has it as the field
+    If the network has a recurrent state (`Model.carry_shape`), a training batch has the state as the field
     `carry`, (rows, *shape), and `loss` returns the new state as `carry` in the model state. If a
     batch lacks the field, as in `init`, no new state is returned.
     """
@@ -106,8 +106,8 @@ TASKS = Registry(
 def declared_metrics(name: str) -> tuple[str, ...] | None:
     """Returns the metrics that a shipped task can report; None for a custom task.
 
-    Whether some of them are reported depends on the data; 'top5_accuracy' is an example. If the run
-    averages its weights, each metric is also reported with the prefix 'ema_'.
+    Some of them, such as 'top5_accuracy', are only reported for some data sets. If the run averages
+    its weights, each metric is also reported with the prefix 'ema_'.
     """
     task = TASKS.get(name)
     return (task and getattr(task, "score_names", None)) or getattr(task, "metric_names", None)
@@ -129,6 +129,6 @@ def build(name: str, model: Model, **fields: Any) -> Task:
     missing = [attribute for attribute in _ATTRIBUTES if not hasattr(task, attribute)]
     if missing:
         problem = f"makes {task!r} without {', '.join(missing)}"
-        remedy = f"give the task model and the methods {', '.join(_ATTRIBUTES[1:])}"
+        remedy = f"give the task the attribute model and the methods {', '.join(_ATTRIBUTES[1:])}"
         raise UserError("config.task.name", name, problem, remedy)
     return task

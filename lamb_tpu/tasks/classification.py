@@ -28,8 +28,8 @@ class Classification:
 
     Attributes:
       label_smoothing: fraction of the target that is spread evenly over all classes, in [0, 1).
-      input_mean: subtracted from the raw pixel values, in their units; a number, or a tuple with
-        one for each channel.
+      input_mean: subtracted from the raw pixel values, in their units; a number, or a tuple
+        with one number for each channel.
       input_std: divisor of the difference, in the same form; 255 maps uint8 to [0, 1].
       mixup_alpha, cutmix_alpha: if one of them is not 0, training examples are mixed in pairs, see
         `mixing.mix`.
@@ -52,7 +52,7 @@ class Classification:
             value = getattr(self, name)
             numbers = value if isinstance(value, (tuple, list)) else (value,)
             if not numbers or not all(map(math.isfinite, numbers)):
-                remedy = "use a finite number, or a tuple with one for each channel"
+                remedy = "use a finite number, or a tuple of finite numbers, one for each channel"
                 raise UserError(f"config.task.{name}", value, "is not finite", remedy)
             if name == "input_std" and min(numbers) <= 0:
                 raise out_of_range("config.task.input_std", value, "a number above 0")
@@ -79,7 +79,7 @@ class Classification:
             value = getattr(self, name)
             channels = np.size(value)
             if channels > 1 and channels != (spec.shape or (1,))[-1]:
-                problem = f"has {channels} channels, but the images of {source.name} have shape {spec.shape}"
+                problem = f"has {channels} numbers, but the images of {source.name} have shape {spec.shape}"
                 remedy = "give one number for each channel"
                 raise UserError(f"config.task.{name}", value, problem, remedy)
         if self.cutmix_alpha and len(spec.shape) < 2:

@@ -26,8 +26,8 @@ class LanguageModel:
     """Prediction of the next word; batches hold the fields of `data.text.streams`.
 
     A training batch is one window of each stream. The network's state comes from the previous
-    window, as the field `carry`. It is zero in a stream's first window, and gets no gradient: this
-    is truncated backpropagation through time. An evaluation example is a full stream, whose windows
+    window, as the field `carry`. The state is zero in a stream's first window and gets no gradient:
+    this is truncated backpropagation through time. An evaluation example is a full stream, whose windows
     are read one after the other.
 
     Attributes:

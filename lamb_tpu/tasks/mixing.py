@@ -19,7 +19,7 @@ def mix(
 ) -> tuple[jax.Array, jax.Array]:
     """Mixes each image with its partner; returns the mixtures and the shares s, float32 (rows,).
 
-    mixup adds s times an image and 1 - s times its partner, where s is drawn from Beta(alpha, alpha).
+    mixup adds s times an image and 1 - s times its partner, with s drawn from Beta(alpha, alpha).
     cutmix exchanges a box between the two images of a pair. The box has 1 - s of the image's area,
     sides that are rounded down to even numbers of pixels, and a random centre; it is clipped at the
     image's edge. s is then replaced by the fraction of the pixels outside the box. If both methods
@@ -41,7 +41,7 @@ def mix(
     """
     rows, *shape = images.shape
     if rows % 2:
-        raise ValueError(f"{rows} rows cannot be mixed in pairs; use an even number")
+        raise ValueError(f"images has {rows} rows, which cannot be paired; use an even number")
     # Make a threefry key, because with an rbg key the bits would depend on a device's number of rows.
     # An rbg key has four words and a threefry key two.
     key = jax.random.wrap_key_data(jax.random.key_data(key).ravel()[:2], impl="threefry2x32")

@@ -39,7 +39,7 @@ def best_answers(
       questions, features: the questions, and the features made from them.
       start_logits, end_logits: (features, length), any float dtype.
       num_best: maximum number of answers for a question.
-      max_answer_length: in tokens.
+      max_answer_length: maximum number of tokens of an answer.
       with_null: for SQuAD v2: also rank the answer "", with the lowest [CLS] score of all windows.
 
     Returns:
@@ -52,8 +52,8 @@ def best_answers(
         starts, ends = start_logits[window].astype(float), end_logits[window].astype(float)
         # Token 0 is [CLS]; its score means that the window has no answer.
         nulls[number] = min(nulls[number], starts[0] + ends[0])
-        # `first` is a column and `last` a row, so that expressions of both are (starts, ends). The
-        # stable sort puts the earlier of equal logits first, as in the original.
+        # `first` is a column and `last` a row, so that both broadcast to (starts, ends). The stable
+        # sort puts the earlier of equal logits first, as in the original.
         first = np.argsort(-starts, kind="stable")[:num_best, None]
         last = np.argsort(-ends, kind="stable")[None, :num_best]
         char_start, char_stop = features.char_start[window], features.char_stop[window]
@@ -65,7 +65,7 @@ def best_answers(
             & (first <= last)
             & (last - first < max_answer_length)
         )
-        # Row by row, the order of the original's loops, which decides between equal scores.
+        # `np.nonzero` goes row by row, like the original's loops; this decides between equal scores.
         rows, columns = np.nonzero(counts)
         pairs[number] += [
             (starts[i] + ends[j], char_start[i], char_stop[j])

@@ -20,14 +20,14 @@ def check_fields(task: object, least: float, *names: str, below: float = math.in
 
 
 def lacks(task: str, fields: Sequence[str], source: Source) -> UserError:
-    """Returns the error about data that lacks fields that a task needs."""
+    """Returns the error for data without the fields that a task needs."""
     problem = f"has the fields {', '.join(source.element_spec)}"
     remedy = f"use a data set with {listed(fields, 'and')} for {task}"
     return UserError(title(source), ..., problem, remedy)
 
 
 def other_size(size: int | None, words: int, source: Source) -> UserError:
-    """Returns the error about a vocabulary whose size differs from the model's."""
+    """Returns the error for a vocabulary whose size differs from the model's."""
     problem = f"differs from the {words} words of the vocabulary of {title(source)}"
     remedy = f"set config.model.vocab_size={words}, or use data with the model's vocabulary"
     return UserError("config.model.vocab_size", size, problem, remedy)
@@ -36,7 +36,7 @@ def other_size(size: int | None, words: int, source: Source) -> UserError:
 def check_text(
     task: str, model: Model, source: Source, fields: Sequence[str]
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Rejects data that a text model cannot read; returns the shapes of its outputs for an example.
+    """Rejects data that a text model cannot read; returns the shapes of the outputs for an example.
 
     Raises:
       UserError: one of the `fields` is missing, the vocabularies differ, or sequences are too long.

@@ -94,7 +94,7 @@ class Translation:
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
-        `accuracy` is the share of tokens predicted correctly from the correct tokens before them.
+        `accuracy` is the fraction of tokens predicted correctly, given the correct tokens before them.
         """
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key

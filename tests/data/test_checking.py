@@ -47,11 +47,11 @@ def test_good_batch_passes() -> None:
     check()(empty, INDICES[:0])
 
 
-# A field, the index of a value in it, the value, and two parts of the message: its subject, and the
+# Field, index of the wrong value in the field, the value, the message's subject, and part of its
 # problem.
 WRONG: dict[str, tuple[str, Any, Any, str, str]] = {
-    "one too many": ("label", 1, 3, "label of example 10", "is not 0 to 2, the classes of the mod"),
-    "ignored": ("label", 2, -1, "label of example 20", "is not 0 to 2"),
+    "one too many": ("label", 1, 3, "label of example 10", "range 0 to 2, the classes of the mod"),
+    "ignored": ("label", 2, -1, "label of example 20", "is not in the range 0 to 2"),
     "nan weight": (
         "weight",
         0,
@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[str, Any, Any, str, str]] = {
     "infinite weight": ("weight", 0, np.inf, "weight of example 30", "at least 0 and finite"),
     "negative weight": ("weight", 0, -0.5, "weight of example 30", "is not at least 0 and finite"),
     "half a mask": ("here", (2, 1), 0.5, "here[1] of example 20", "an integer from 0 to 1, 0 for"),
-    "word": ("word", (1, 1), 10, "word[1] of example 10", "is not 0 to 9, the words"),
+    "word": ("word", (1, 1), 10, "word[1] of example 10", "is not in the range 0 to 9, the words"),
     "nan": ("image", (0, 1), np.nan, "image[1] of example 30", "is not finite as float32"),
     "infinity": ("image", (1, 0), -np.inf, "image[0] of example 10", "is not finite as float32"),
 }
@@ -95,7 +95,7 @@ def test_number_that_float32_cannot_hold() -> None:
 def test_masked_examples_may_hold_anything() -> None:
     masked = {**changed("label", 1, 7), "mask": np.array([1, 0, 1], bool)}
     check()(masked, INDICES)
-    with rejected("*of points:train,40 (split 'train[:40]')", 7, "is not 0 to 2, the classes"):
+    with rejected("*of points:train,40 (split 'train[:40]')", 7, "in the range 0 to 2, the class"):
         check()({**masked, "mask": np.ones(3, np.float32)}, INDICES)
     with rejected("*of points:train,40 (split 'train[:40]')", ..., "is not an integer from 0 to 1"):
         check()({**masked, "mask": np.array([1, 0, np.nan], np.float32)}, INDICES)
@@ -126,12 +126,12 @@ def test_run_that_skips_updates_accepts_nonfinite_values() -> None:
     lenient(batch, INDICES)
     with rejected("*of points:train,40 (split 'train[:40]')", ..., "is not finite as float32"):
         lenient.examine(batch, INDICES)
-    with rejected("*of points:train,40 (split 'train[:40]')", 3, "is not 0 to 2, the classes"):
+    with rejected("*of points:train,40 (split 'train[:40]')", 3, "in the range 0 to 2, the class"):
         lenient(changed("label", 1, 3), INDICES)
 
 
 def test_examined_batch_has_no_values_that_overflow() -> None:
-    with rejected("*of points:train,40 (split 'train[:40]')", 3e38, "is not -1.84467e+19 to"):
+    with rejected("*of points:train,40 (split 'train[:40]')", 3e38, "in the range -1.84467e+19 to"):
         check().examine(GOOD, INDICES)
 
 
@@ -139,13 +139,13 @@ def test_examined_batch_of_a_task_without_ranges_has_labels_of_the_set() -> None
     """A task without ranges may ignore labels of -1, so only `examine` rejects them."""
     generic, batch = Check(source(), "train", {}), changed("label", 1, -1)
     generic(batch, INDICES)
-    message = ("*(split 'train')", ..., "is not 0 to 2, the classes")
+    message = ("*(split 'train')", ..., "is not in the range 0 to 2, the classes")
     with rejected(*message):
         generic.examine(batch, INDICES)
 
 
 class Later(BaseSource):
-    """A source whose labels are int32 and start at 0; later, they have `dtype` and start at 1.
+    """A source of int32 labels 0 to 2, which later become labels 1 to 3 of type `dtype`.
 
     Later means from example 48 on, or from the second epoch on.
     """
@@ -169,7 +169,7 @@ class Later(BaseSource):
 @pytest.mark.parametrize(
     "dtype, message",
     [
-        (np.int32, ("* of later:train (split 'train')", 3, "is not 0 to 2, the classes")),
+        (np.int32, ("* of later:train (split 'train')", 3, "range 0 to 2, the classes")),
         (np.int64, ("field 'label' of later:train (split 'train')", ..., "is int64[16] for the")),
     ],
 )

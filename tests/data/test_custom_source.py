@@ -98,7 +98,7 @@ def test_wrong_field_is_reported_with_shape_and_dtype() -> None:
 
 
 class Odd(BaseSource):
-    """A source with the attributes and examples of a case in `ODD`; some of these are invalid."""
+    """A source with the attributes and examples of a case in `ODD`, at least one of which is invalid."""
 
     name = "odd"
 
@@ -130,8 +130,8 @@ def of(shape: Any, dtype: Any, message: str = FIELD) -> Case:
 
 
 ODD: dict[str, Case] = {
-    "none": ({"element_spec": None}, RIGHT, "has an element_spec that is NoneType"),
-    "list": ({"element_spec": [FLOATS["image"]]}, RIGHT, "has an element_spec that is list"),
+    "none": ({"element_spec": None}, RIGHT, "has an element_spec that is of type NoneType"),
+    "list": ({"element_spec": [FLOATS["image"]]}, RIGHT, "has an element_spec that is of type"),
     "empty": ({"element_spec": {}}, RIGHT, "has an element_spec that is empty"),
     "number": ({"element_spec": {3: FLOATS["image"]}}, RIGHT, "the field 3 in element_spec"),
     "tuple": ({"element_spec": {"image": ((2,), np.dtype(np.float32))}}, RIGHT, FIELD),
@@ -151,15 +151,15 @@ ODD: dict[str, Case] = {
     "title": ({"name": 5}, RIGHT, "has the name 5"),
     "classes": ({"num_classes": "ten"}, RIGHT, "has num_classes='ten'"),
     "no classes": ({"num_classes": 0}, RIGHT, "has num_classes=0"),
-    "examples": ({}, [RIGHT["image"]], "has a gather that returns list"),
+    "examples": ({}, [RIGHT["image"]], "has a method gather that returns list"),
     "scalar": (
         {"element_spec": {"image": FieldSpec((), np.dtype(np.float32))}},
         {"image": np.float32(1)},
-        "gathers 'image' as float32[] for one example in an array of shape []",
+        "gathers float32[] for field 'image' of one example in an array of shape []",
     ),
     "ragged": ({}, {"image": [[1.0], [1.0, 2.0]]}, "inhomogeneous shape"),
     "many": ({}, {"image": np.ones((3, 2), np.float32)}, "in an array of shape [3, 2]"),
-    "other": ({}, {"label": np.ones(1, np.int32)}, "gathers 'image' as nothing for one example"),
+    "other": ({}, {"label": np.ones(1, np.int32)}, "gathers nothing for field 'image' of"),
 }
 
 

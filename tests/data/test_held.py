@@ -51,7 +51,7 @@ def test_batches_are_those_of_the_host(options: dict[str, Any] | None, seed: int
 
 def test_sets_that_devices_cannot_hold() -> None:
     class Changed(ArraySource):
-        """A subclass, which is not supported, because it may override `gather`."""
+        """An unsupported subclass: a subclass may override `gather`."""
 
     assert held_set(Changed("changed", arrays(), 10)) is None
     assert held_set(ShapeSource("shapes", {}, 10)) is None

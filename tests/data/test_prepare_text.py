@@ -34,9 +34,9 @@ def test_printed_output(arguments: list[str], capsys: pytest.CaptureFixture[str]
         "--config.model.vocab_size=8",
     ]
     assert printed.err.splitlines() == [
-        "warning: 1 documents were empty and were left out",
-        "warning: 1 lines were not UTF-8; their unreadable bytes were left out",
-        "warning: 1 sentences were too long and were cut",
+        "warning: 1 document(s) were empty and were left out",
+        "warning: 1 line(s) were not UTF-8; their unreadable bytes were left out",
+        "warning: 1 sentence(s) were too long and were cut",
     ]
 
 

@@ -88,7 +88,7 @@ def test_missing_files_are_named(
 
 @pytest.fixture(scope="module")
 def text_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Two prepared folders, a damaged one that lacks a shard, and an empty one."""
+    """Two prepared folders, a damaged folder that lacks a shard, and an empty folder."""
     folder = tmp_path_factory.mktemp("text")
     documents = [[[5 + n, 6, 7] for n in range(20)], [[30, 31]] * 9]
     for split in ("books", "news", "damaged"):
@@ -138,7 +138,7 @@ def test_options_of_text(text_dir: pathlib.Path, option: str, value: Any, proble
 
 
 def test_which_folder_is_meant(text_dir: pathlib.Path) -> None:
-    with rejected("*/books", ..., "is not a prepared folder", "use a split of config.data.dir:"):
+    with rejected("*/books", ..., "is not a prepared folder", "use the parent folder as"):
         load_text(text_dir / "books", "books")
     with rejected(
         "config.data.dir", ..., "is missing", "give DIR, the folder that contains 'books'"

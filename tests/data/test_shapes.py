@@ -1,4 +1,4 @@
-"""Shapes of data sets without files, and errors where files are needed."""
+"""Shapes of data sets without files, and errors if files are needed."""
 
 import pathlib
 from typing import Any

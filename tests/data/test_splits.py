@@ -1,4 +1,4 @@
-"""The fast parser gives the same results as TFDS's, to which it leaves splits that are not simple."""
+"""The fast parser agrees with TFDS's on simple splits and leaves all others to TFDS."""
 
 import pytest
 from tensorflow_datasets.core import splits as tfds_splits

@@ -60,7 +60,7 @@ def test_a_wrong_value_ends_the_run_before_its_first_update(
     on_devices(monkeypatch)
     run = prepare(tiny.digits(), None)
     run.train_set.arrays["label"][200] = 10
-    with rejected("*", 10, "is not 0 to 9"):
+    with rejected("*", 10, "is not in the range 0 to 9"):
         holding.hold(run)
 
 

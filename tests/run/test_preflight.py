@@ -88,10 +88,10 @@ def config(options: dict[str, Any], **changes: Any) -> ConfigDict:
 WRONG = {
     "one too many": (
         {"label": 3},
-        "3, which is not 0 to 2, the classes of the model, counted from 0; correct the data set",
+        "3, which is not in the range 0 to 2, the classes of the model, counted from 0; correct the",
     ),
     "ignore": ({"label": -1}, "-1, which is not"),
-    "far": ({"label": -5}, "-5, which is not 0"),
+    "far": ({"label": -5}, "-5, which is not in the range 0"),
     "nan": ({"pixel": np.nan}, "nan, which"),
     "late": ({"label": 3, "at": 255}, "3"),
     "evaluation": ({"label": 3, "of": "test"}, "3"),
@@ -224,6 +224,6 @@ def test_error_of_one_process_ends_both(
         f"--workdir={points / 'run'}",
     )
     actual = tiny.unbroken(ended.stderr)
-    message = f"label of example {at} of points:{of} (split '{of}') is 3, which is not 0 to 2"
+    message = f"label of example {at} of points:{of} (split '{of}') is 3, which is not in the range 0 to 2"
     assert ended.returncode == 2 and message in actual, actual
     assert not list((points / "run" / "checkpoints").iterdir())

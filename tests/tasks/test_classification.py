@@ -107,7 +107,7 @@ def test_data_that_does_not_fit() -> None:
         ten.check(source(10, "pixels"))
     coloured = build("classification", models.build("mlp"), input_std=(1.0, 2.0, 3.0))
     with rejected(
-        "config.task.input_std", (1.0, 2.0, 3.0), "has 3 channels, but the images of made"
+        "config.task.input_std", (1.0, 2.0, 3.0), "has 3 numbers, but the images of made"
     ):
         coloured.check(source(10))
     flat = data.ArraySource("flat", {"image": np.zeros((4, 64)), "label": np.zeros(4, int)}, 10)

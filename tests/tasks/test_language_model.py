@@ -75,7 +75,7 @@ def test_carry_gets_no_gradient_and_is_zero_at_the_start() -> None:
     loss = jax.jit(value)
     assert loss(zero, first) == loss(other, first)
     assert abs(loss(zero, second) - loss(other, second)) > 1e-3
-    # A batch without a carry, such as in a plan, starts from zero and returns none.
+    # A batch without a carry, such as in a plan, starts from zero and returns no carry.
     terms, (state, _) = learning.loss(weights, {}, second, jax.random.key(1))
     np.testing.assert_allclose(terms["cross_entropy"], loss(zero, second), rtol=1e-6)
     assert state == {}

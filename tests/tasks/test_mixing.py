@@ -97,7 +97,7 @@ def test_cutmix_shares_are_those_of_the_pixels() -> None:
     assert (unmixed ^ partners).all()  # every pixel is from one of the two images
     count = np.float32(unmixed[..., 0].sum((1, 2)))
     np.testing.assert_array_equal(shares, count / np.float32(11 * 14))
-    # The same box for both images of a pair and all channels.
+    # The box is the same for both images of a pair and for all channels.
     np.testing.assert_array_equal(unmixed[::2], unmixed[1::2])
     np.testing.assert_array_equal(unmixed[..., :1] & unmixed, unmixed)
     boxes = partners[::2, :, :, 0]
@@ -149,7 +149,7 @@ def test_mixture_depends_on_the_global_row(impl: str) -> None:
     full, shares = mix(images, key, 1.0, 1.0)
     for start, stop in ((24, 26), (32, 64)):
         with example_positions(jnp.arange(start, stop)):
-            # A new function, which is traced again with these positions.
+            # Uses a new function, so that JAX traces it again with these positions.
             part, part_shares = jax.jit(lambda x, key: mixing.mix(x, key, 1.0, 1.0))(
                 images[start:stop], key
             )
@@ -158,7 +158,7 @@ def test_mixture_depends_on_the_global_row(impl: str) -> None:
 
 
 def test_odd_number_of_rows() -> None:
-    with pytest.raises(ValueError, match="3 rows cannot be mixed in pairs; use an even number"):
+    with pytest.raises(ValueError, match="has 3 rows, which cannot be paired; use an even"):
         mixing.mix(jnp.ones((3, 2, 2, 1)), KEY, 1.0, 0.0)
 
 

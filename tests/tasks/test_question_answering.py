@@ -48,7 +48,7 @@ def source(
 
 
 def logits_for(actual: SquadSource, spans: dict[str, dict[str, float]]) -> dict[str, np.ndarray]:
-    """Returns logits of -9, but half of a given text's score at its start and half at its end."""
+    """Returns logits of -9, except half of each given text's score at its start and at its end."""
     features = actual.features
     starts, ends = (np.full(features.char_start.shape, -9.0, np.float32) for _ in range(2))
     for row, number in enumerate(features.question):
@@ -130,7 +130,7 @@ def test_loss_is_half_of_each_end_over_all_positions() -> None:
         "start_position": np.array([0, 2, 4]),
         "end_position": np.array([0, 3, 4]),
     }
-    batch["start_logits"][1, 2] = batch["end_logits"][1, 3] = 9  # the correct one
+    batch["start_logits"][1, 2] = batch["end_logits"][1, 3] = 9  # both ends are correct
     batch["end_logits"][0, 0] = batch["start_logits"][2, 4] = 9  # half correct does not count
     batch["start_logits"][0, 0] = batch["end_logits"][2, 4] = -9
     model = models.Model(lambda key, x: {"params": {}}, lambda v, x, **_: (x, {}))

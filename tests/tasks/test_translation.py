@@ -1,4 +1,4 @@
-"""Translation: losses per token, and a score that does not depend on batches and devices."""
+"""Translation: losses per token, and a score that depends on neither batches nor devices."""
 
 import functools
 import json

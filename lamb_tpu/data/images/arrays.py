@@ -98,12 +98,12 @@ class AugmentedArraySource(ArraySource):
     def draws(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         """Returns the random choices that the options need for these examples, each (n,).
 
-        `row` and `column`, int32: where the crop begins in the padded image. `mirrored`, bool.
-        `cut_row` and `cut_column`, int32: where the square that is cut out begins in the image.
+        `row` and `column`, int32: start of the crop in the padded image. `mirrored`, bool.
+        `cut_row` and `cut_column`, int32: start of the cutout square in the image.
         """
         indices, options = np.asarray(indices, np.int64), self.options
-        # Five random words for each image: row and column of the crop, the mirror, row and column
-        # of the square. The order is fixed, so an option does not change the other options' draws.
+        # Five random words for each image: row and column of the crop, mirroring, row and column of
+        # the square. The order is fixed, so an option does not change the other options' draws.
         drawn = words(
             self._seed,
             np.broadcast_to(epochs, indices.shape)[:, None],

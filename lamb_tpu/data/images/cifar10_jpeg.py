@@ -40,7 +40,7 @@ def load_cifar10_jpeg(split: str, source_dir: str | None) -> ArraySource:
             parts = [_decode(stored, *part) for part in ranges]
     except UserError:
         raise
-    # A damaged archive raises many types of errors, such as a MemoryError for the shape it claims.
+    # A damaged archive raises many types of errors, such as a MemoryError for a wrong shape.
     except Exception as error:
         remedy = "replace it with the original file"
         raise unreadable(path, error, remedy, "is not the file of CIFAR-10 as JPEGs") from error

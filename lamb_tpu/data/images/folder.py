@@ -19,7 +19,7 @@ from lamb_tpu.files import reading
 LABELS = "labels.tsv"
 _SHOWN = 5  # names in a message
 _SAMPLED = 1000  # files whose rotation tag is read at the start
-_HEAD_BYTES = 2**18  # bytes read of each of these files; they contain the tag, except in WebP files
+_HEAD_BYTES = 2**18  # bytes read from the start of these files; only in WebP may the tag come later
 _MAX_FILE_BYTES = 2**29  # bytes of an encoded image
 _Splits = dict[str, list[tuple[str, int]]]  # split -> (path below the folder, label) of each image
 
@@ -80,7 +80,7 @@ class FolderRecords:
         splits, self.num_classes = read(split, num_classes)
         if "all" in splits:
             problem = "has a split called 'all', which in TFDS syntax means all splits together"
-            raise UserError(self._root, ..., problem, "rename it")
+            raise UserError(self._root, ..., problem, "rename the split")
         for name, rows in splits.items():
             if not rows and not self._listed:
                 remedy = "; ".join([*self._remarks, "use another split"])
@@ -133,7 +133,7 @@ class FolderRecords:
         is_inside = functools.cache(self._is_inside)
         for row in _rows(path):
             text = row["label"].strip()
-            # `int` by itself would accept signs, underscores and digits of other scripts.
+            # `int` alone would accept signs, underscores and digits of other scripts.
             label = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
             rows = splits.setdefault(row.get("split", layout.ONLY_SPLIT), [])
             if label < 0 or (num_classes and label >= num_classes):
@@ -148,8 +148,8 @@ class FolderRecords:
             rows.append((row["file"], label))
         classes = num_classes or greatest + 1
         for bad, problem in (
-            (wrong, f"has {len(wrong):,} labels out of the range 0 to {classes - 1}"),
-            (outside, f"names {len(outside):,} files that are not in {self._root}"),
+            (wrong, f"has {len(wrong):,} label(s) out of the range 0 to {classes - 1}"),
+            (outside, f"names {len(outside):,} file(s) that are not in {self._root}"),
         ):
             self._object(bad, f"{path} {problem}", "these examples are left out")
         return splits, classes

@@ -4,8 +4,8 @@ Three things save time over decoding a full photograph. The entropy-coded rows b
 skipped: the height in the JPEG's header is reduced to the end of the crop, and the decoder stops
 there. A crop of at least twice the result's size is decoded at a half, quarter or eighth of its
 scale, which skips most of the inverse cosine transform and averages pixels to prevent aliasing (not
-for 'bicubic', because its result must equal TensorFlow's). The decoder, libjpeg-turbo in
-`simplejpeg`, and OpenCV's resizing release Python's global lock, so threads run in parallel.
+for 'bicubic', because its result must equal TensorFlow's). Both the decoder, libjpeg-turbo
+in `simplejpeg`, and OpenCV's resizing release Python's global lock, so threads run in parallel.
 
 Pillow decodes everything that is not an ordinary JPEG: PNG, WebP, BMP, and JPEGs in CMYK. The first
 image of an animation is used. EXIF orientation is ignored, as in TensorFlow and torchvision.
@@ -57,7 +57,7 @@ _BYTES = {
 # Encoders make about ten scans.
 _MAX_SCANS = 100
 
-# Images are decoded in parallel, each by one thread; OpenCV's own threads would only compete.
+# Images are decoded in parallel, each by one thread; OpenCV's threads would only compete.
 cv2.setNumThreads(1)
 
 # Each thread reuses a buffer for decoded pixels, because new memory pages for every image would take
@@ -70,10 +70,10 @@ _START_OF_SCAN = 0xDA
 _PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)  # markers among 0xC0 to 0xCF that are not frame headers
 _END = b"\xff\xd9"
-# libjpeg's warning about skipped rows. libjpeg reports only its first warning, so if that is this
-# one, the decoded rows gave no warning.
+# libjpeg reports only its first warning. If that is this warning, about skipped rows, the decoded
+# rows gave no warning.
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker")
-# Format -> Pillow's reader, and the kind.
+# Format -> Pillow's reader and the kind of image.
 _READERS: dict[str, tuple[type[ImageFile.ImageFile], Kind]] = {
     "PNG": (PngImageFile, "png"),
     "WebP": (WebPImageFile, "webp"),
@@ -158,7 +158,7 @@ def decode_full(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarra
 
 
 def image_size(content: bytes) -> tuple[int, int]:
-    """Reads (height, width) from an image's header; raises BadImage if it is not an image."""
+    """Reads (height, width) from an image's header; raises BadImage if the content is not an image."""
     frame = _read_frame(content, sys.maxsize)
     if frame is not None:
         return frame.height, frame.width
@@ -204,7 +204,7 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
             height = int.from_bytes(content[at + 5 : at + 7], "big")
             width = int.from_bytes(content[at + 7 : at + 9], "big")
             if not (height and width):
-                raise BadImage("its header has no size")
+                raise BadImage("its header has a height or width of 0")
             # Three bytes for each component; the second byte has the sampling factors.
             shares = [value & 15 for value in content[at + 11 : at + 2 + length : 3]]
             frame = _Frame(
@@ -221,7 +221,7 @@ def _read_frame(content: bytes, max_pixels: int) -> _Frame | None:
 
 def _decode_box(content: bytes, frame: _Frame, box: Box, shrink: int) -> np.ndarray:
     bottom = box.top + box.height
-    # If colour has fewer rows than luma, the last row depends on the next row of colour.
+    # If chroma has fewer rows than luma, the last row depends on the next row of chroma.
     needed = bottom + (frame.unit > 8)
     # Rows are coded in units, so the height is rounded up to a multiple of the unit.
     rows = min(frame.height, -(-needed // frame.unit) * frame.unit)
@@ -264,7 +264,7 @@ def _check_format(content: bytes) -> str:
     format_name = headers.image_format(content[: headers.NUM_BYTES])
     if format_name not in _READERS:
         problem = f"its format is {format_name}" if format_name else "it is not an image"
-        raise BadImage(f"{problem}; {listed(headers.FORMATS, 'and')} are read")
+        raise BadImage(f"{problem}; use {listed(headers.FORMATS)}")
     return format_name
 
 

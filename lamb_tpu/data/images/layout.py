@@ -16,7 +16,7 @@ from lamb_tpu.errors import UserError, listed, unreadable
 from lamb_tpu.files import reading
 
 ONLY_SPLIT = "train"  # the only split of a folder without splits
-# Common names of splits, the likelier names first.
+# Common names of splits, the most likely first.
 TRAINED = ("train", "training")
 EVALUATED = ("val", "valid", "validation", "eval", "dev", "test", "testing")
 # Files with these suffixes are not opened for a check: ImageNet would need a million reads.

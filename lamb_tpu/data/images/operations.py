@@ -1,9 +1,9 @@
 """The elementary operations of AutoAugment and RandAugment.
 
 Each operation takes an image, uint8 (height, width, 3) in RGB, and returns a new image of the same
-shape. The operations are defined as in Pillow, which TensorFlow's EfficientNet code for TPUs is
-meant to equal, with two exceptions. Values multiplied by a factor are rounded; Pillow and TensorFlow
-truncate them, so the results differ by at most one grey level. Shears are TensorFlow's, which leave
+shape. The operations follow Pillow, as those of TensorFlow's EfficientNet code for TPUs are meant
+to, with two exceptions. Values multiplied by a factor are rounded; Pillow and TensorFlow
+truncate them, so the results differ by at most one grey level. Shears follow TensorFlow, which leaves
 the first row or column unchanged; Pillow measures from the corner of the image, so its shears move
 everything by `share` / 2 pixels more. Pixels from outside the image are 128.
 
@@ -28,7 +28,7 @@ _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
 def autocontrast(image: np.ndarray) -> np.ndarray:
     """Stretches each channel so that its darkest value becomes 0 and its brightest 255.
 
-    A channel with a single value stays as it is.
+    A channel with a single value is left unchanged.
     """
     low, high = (edge.astype(np.float64) for edge in (image.min((0, 1)), image.max((0, 1))))
     scale, levels = 255 / np.maximum(high - low, 1), _LEVELS[:, None]
@@ -55,7 +55,7 @@ def invert(image: np.ndarray) -> np.ndarray:
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keeps the `bits` highest bits of each value, at least 1: TensorFlow shifts by at most 7."""
+    """Keeps the `bits` highest bits of each value, at least 1 because TensorFlow shifts by at most 7."""
     return image & np.uint8(0xFF << (8 - max(bits, 1)) & 0xFF)
 
 

@@ -67,8 +67,8 @@ AUTOAUGMENT_OPERATIONS = OPERATIONS | {
     "TranslateY": Operation(operations.translate_y, "signed", 0, 250)
 }
 
-# The policy v0: one line is drawn for each image. Its steps (operation, probability, level) are done
-# in order, each with its probability.
+# The policy v0: one line is drawn for each image. Its steps (operation, probability, level) are
+# applied in order, each with its probability.
 AUTOAUGMENT = (
     (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
     (("Color", 0.4, 9), ("Equalize", 0.6, 3)),

@@ -49,9 +49,9 @@ class ImageOptions:
       erasing: probability that a random rectangle is filled with noise in training.
       on_bad_record: 'error': a bad record stops the run. 'skip': bad records are counted and named;
         training uses the next good example instead, evaluation leaves them out.
-      max_megapixels: an ordinary JPEG with more millions of pixels in its header is bad. Decoding
-        ordinary JPEGs takes at most 6 bytes per pixel. Formats that need more memory have a lower limit, so
-        that no image takes more than 6 MB times `max_megapixels`: PNG, BMP and CMYK JPEGs take 7
+      max_megapixels: maximum size of an ordinary JPEG, in millions of pixels; larger images are bad.
+        Decoding an ordinary JPEG takes 6 bytes per pixel. Formats that need more have a lower limit,
+        so that no image takes more than 6 MB times `max_megapixels`: PNG, BMP and CMYK JPEGs take 7
         bytes per pixel, JPEGs in several scans (progressive) 9, or 12 in CMYK, and WebP 16.
       holdout: for a folder without a split for evaluation, the fraction of its images that is used
         for evaluation and not for training.
@@ -166,12 +166,12 @@ class ImageSource(BaseSource):
                 seed = int(seeds[row])
                 images[row], labels[row], mask[row] = self._example(index, record, seed)
 
-        # In order, so that the first of several bad records is always the one reported.
+        # `map` yields in order, so the first of several bad records is always the one reported.
         list(self._pool.map(fill, range(0, len(indices), _CHUNK)))
         return batch if self._training else batch | {"mask": mask}
 
     def _example(self, index: int, record: Record, seed: int) -> tuple[np.ndarray, int, bool]:
-        """Returns (image, label, True); if `index` is bad, those of the next good example, and False."""
+        """Returns (image, label, whether `index` is good); the next good example replaces a bad example."""
         for attempt in range(1, _MOST_IN_A_ROW + 1):
             try:
                 if record.problem:
@@ -180,8 +180,8 @@ class ImageSource(BaseSource):
                     raise BadImage(
                         f"its label is {record.label}, out of the range 0 to {self.num_classes - 1}"
                     )
-                # `seed` stays that of the requested example, so its replacement also differs in
-                # each epoch and is a function of (seed, epoch, index).
+                # `seed` belongs to the requested example, so a replacement also differs in each
+                # epoch and is a function of (seed, epoch, index).
                 return self._image(index, record.content, seed), record.label, attempt == 1
             except BadImage as bad:
                 name = self.records.name(index)
@@ -193,7 +193,7 @@ class ImageSource(BaseSource):
                     remedy = f"correct it, or skip such records with {option}='skip'"
                     raise UserError(key, ..., f"is bad: {bad}", remedy) from None
                 self.tally.skip(index, name, str(bad))
-            # The next index, so that the replacement is the same in all processes and runs.
+            # Tries the next index, so that the replacement is the same in all processes and runs.
             index = (index + 1) % len(self)
             (record,) = self.records.read([index])
         problem = f"has {attempt} bad records in a row, the last of which is {name}"

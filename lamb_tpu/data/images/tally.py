@@ -21,7 +21,7 @@ TYPES = {
     "rotated": "with an EXIF rotation tag (which is ignored)",
     "bad": "bad",
 }
-_NAMED = 20  # bad records reported by name; later, a line is printed when their number has doubled
+_NAMED = 20  # bad records reported by name; after these, only each doubling of their number is
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class Tally:
     def skip(self, index: int, name: str, reason: str) -> None:
         """Counts and reports a bad record that is skipped."""
         count = self.add("bad", index)
-        consequence = "the next good one replaces it" if self._training else "does not count"
+        consequence = "the next good record replaces it" if self._training else "does not count"
         if 0 < count <= _NAMED:
             _LOGGER.warning(
                 "data set %s: %s is left out, and %s: %s (%d so far)",

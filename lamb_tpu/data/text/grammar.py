@@ -57,7 +57,7 @@ def read(split: str) -> Iterator[Pair]:
     """Yields the pairs of a split, `train` or `test`; the splits have no pair in common."""
     choices = (_ADVERBS, _PEOPLE, _VERBS, _ADJECTIVES, _THINGS)
     size = math.prod(map(len, choices))
-    # A hash with a fixed seed: the sentences are a data set, the same in every run.
+    # The seed is fixed, so that the set has the same sentences in every run.
     draws = below(words(0, np.arange(size)), _SHARE * _TEST_EVERY)
     for draw, chosen in zip(draws.tolist(), itertools.product(*choices), strict=True):
         if draw % _SHARE == 0 and (draw == 0) == (split == "test"):

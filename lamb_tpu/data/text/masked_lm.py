@@ -27,7 +27,7 @@ class MaskedLmOptions:
       whole_words: predict all tokens of a word or none.
       dupe_factor: 0 draws new masks in every epoch. k >= 1 makes static data as the original code
         does: k copies of the text, each masked once (with `next_sentence`, also packed separately).
-      short_probability: fraction of the pairs that have a shorter target length.
+      short_probability: fraction of the pairs that get a random, shorter target length.
       mask_probability: fraction of the tokens that are predicted.
       seed: seed of packing and masking, 0 to 2**64 - 1.
     """
@@ -66,7 +66,7 @@ class MaskedLmSource(BaseSource):
         num_documents = len(shards.document_starts) - 1
         if options.next_sentence and num_documents < 2:
             problem = f"needs at least 2 documents, but {shards.folder} has {num_documents}"
-            remedy = "use False, or prepare the text with another --documents"
+            remedy = "use False, or prepare the text with another rule for --documents"
             raise UserError("config.data.options.next_sentence", True, problem, remedy)
         self._shards, self._options = shards, options
         self.name = f"masked_lm:{shards.folder.name}:{shards.fingerprint}"
@@ -190,10 +190,10 @@ def element_spec(options: MaskedLmOptions) -> dict[str, FieldSpec]:
 
 
 def check_options(options: MaskedLmOptions) -> None:
-    """Raises a UserError that names an option if it is out of range."""
+    """Raises a UserError if an option is out of range."""
     checking.check_options(
         options,
-        # Special tokens, and one token for each segment.
+        # At least the special tokens, and one token for each segment.
         sequence_length=(5 if options.next_sentence else 3, math.inf),
         max_predictions=(1, math.inf),
         dupe_factor=(0, math.inf),

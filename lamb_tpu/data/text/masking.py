@@ -41,7 +41,7 @@ def mask_tokens(
       entries hold 0.
     """
     chosen = _choose(is_text, is_head, keys, max_predictions, probability)
-    # Row by row and ascending within a row, as the positions must be.
+    # `np.nonzero` orders tokens by row and then by column, so the positions are ascending.
     rows, columns = np.nonzero(chosen)
     originals = ids[rows, columns]
     kind = uniform(words(_KIND, keys[rows], columns))
@@ -80,13 +80,13 @@ def _choose(
     head_of = np.maximum.accumulate(np.where(heads, columns, 0), axis=1)
     flat_heads = (np.arange(num_examples)[:, None] * length + head_of)[is_text]
     sizes = np.bincount(flat_heads, minlength=is_text.size).reshape(is_text.shape)
-    # Clears the highest bit, and sets it for all tokens but heads, so that heads come first.
+    # Clears the highest bit, and sets it for all tokens except heads, so that heads come first.
     random_order = words(_ORDER, keys[:, None], columns) >> np.uint64(1)
     order = np.argsort(random_order | ((~heads).astype(np.uint64) << np.uint64(63)), axis=1)
     sizes_in_order = np.take_along_axis(sizes, order, axis=1)
     taken_in_order = np.zeros(is_text.shape, bool)
     taken = np.zeros(num_examples, np.int64)
-    # One word of every example at a time, because whether a word fits depends on earlier words.
+    # Takes one word of every example at a time: whether a word fits depends on earlier words.
     for rank in range(heads.sum(1).max(initial=0)):
         size = sizes_in_order[:, rank]
         fits = (size > 0) & (taken + size <= wanted)

@@ -42,15 +42,14 @@ def pack_pairs(
     """Packs segments for next-sentence prediction, like BERT's `create_pretraining_data.py`.
 
     Sentences are collected until they reach a target length in tokens for both segments:
-    `max_tokens`, or with `short_probability` a random length of 2 ... `max_tokens`. A consists of a
-    random number of these sentences, from the first on. With probability 1/2, B consists of the
-    remaining sentences. Otherwise, and always if no sentences remain, B consists of sentences from a
-    random position in another random document, and the remaining sentences are used for the next
-    example. A pair that is too long loses tokens of the longer segment, each from a random end.
+    `max_tokens`, or, with probability `short_probability`, a random length of 2 ... `max_tokens`. A
+    consists of a random number of these sentences, starting with the first. With probability 1/2, B
+    consists of the remaining sentences. Otherwise, and always if no sentences remain, B consists of
+    sentences from a random position in another random document, and the remaining sentences are used
+    for the next example. A pair that is too long loses tokens of the longer segment, each from a random end.
 
-    There is one difference: the original draws one target for an entire document, so that a book
-    with a short target would give thousands of examples of a few tokens. Here each example draws
-    a target.
+    There is one difference: the original draws one target for each document, so a book with a short
+    target gives thousands of examples of a few tokens. Here each example draws a target.
 
     All documents advance together, one example at a time, so that the work is vectorised. The
     examples are returned in the order of the documents. There must be at least two documents. Each
@@ -58,7 +57,7 @@ def pack_pairs(
     `TokenShards`.
     """
     num_documents = len(document_starts) - 1
-    # `next_sentence` has an index for each document; `documents` are the ones with sentences left.
+    # `next_sentence` has an index for each document; `documents` lists those with sentences left.
     tokens, documents = sentence_starts, np.arange(num_documents)
     next_sentence, ends = document_starts[:-1].copy(), document_starts[1:]
     rounds: list[tuple[np.ndarray, ...]] = []

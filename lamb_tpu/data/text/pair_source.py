@@ -148,13 +148,13 @@ def _widths(options: PairOptions) -> np.ndarray:
 
 
 def check_options(options: PairOptions) -> None:
-    """Raises UserError if an option is out of range."""
+    """Raises a UserError if an option is out of range."""
     checking.check_options(options, max_length=(1, math.inf), widths=(1, math.inf))
     if options.widths > min(options.max_length, 64):
         raise out_of_range(
             "config.data.options.widths",
             options.widths,
-            f"at most 64 and at most max_length, {options.max_length}",
+            f"at most 64 and at most max_length={options.max_length}",
         )
 
 

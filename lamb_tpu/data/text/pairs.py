@@ -116,7 +116,7 @@ class Wmt16:
             records = self._builder.as_data_source(split=split)
         except NotImplementedError as error:
             key = f"{self._builder.data_dir} of data set wmt16"
-            file_format = self._builder.info.file_format
+            file_format = self._builder.info.file_format.value
             problem = f"is prepared as {file_format}, which cannot be read by index"
             remedy = "prepare it as array_record in another folder"
             raise UserError(key, ..., problem, remedy) from error

@@ -101,7 +101,7 @@ def prepare(name: str, corpus: Corpus, vocab_size: int, data_dir: str | None) ->
 
     The same inputs give the same files, byte for byte. The folder is written under a temporary name
     and renamed when it is complete, so an interrupted preparation leaves no incomplete folder. If
-    several processes prepare, one does the work and the others wait. Raises a UserError if the
+    several processes call this at once, one does the work and the others wait. Raises a UserError if the
     folder was made from other inputs, is damaged, or cannot be written.
     """
     import tensorflow_datasets as tfds  # imported here, because this takes a third of a second
@@ -155,7 +155,7 @@ def _open(folder: pathlib.Path, identity: dict[str, Any]) -> Prepared:
         damaged = [
             name for name, item in files.items() if (folder / name).stat().st_size != item.bytes
         ]
-        # Checks sizes only; the vocabulary's content is checked too, because it decodes the ids.
+        # Compares only sizes, except for the vocabulary: it decodes the ids, so its hash is compared.
         if sha256(folder / VOCABULARY) != files[VOCABULARY].sha256:
             damaged.append(VOCABULARY)
     except (OSError, ValueError, LookupError) as error:

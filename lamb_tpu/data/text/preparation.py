@@ -1,4 +1,4 @@
-"""Preparation of text as shards of token ids: in parallel, and resumable if it is killed."""
+"""Preparation of text as shards of token ids, in parallel; a killed preparation can be continued."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress in bytes of text; an earlier run has done `resumed` of the `done` bytes."""
+    """Progress in bytes of text; an earlier run processed `resumed` of the `done` bytes."""
 
     done: int
     resumed: int
@@ -148,7 +148,7 @@ def _check(settings: Settings, processes: int | None) -> None:
             raise unknown(f"--{flag}", value, known)
     if (settings.vocab is None) == (settings.train_vocab is None):
         remedy = "give --vocab=FILE or --train-vocab=N"
-        raise UserError("--vocab or --train-vocab", ..., "must be given, not both", remedy)
+        raise UserError("--vocab or --train-vocab", ..., "must be given, but not both", remedy)
     for flag, number in (
         ("processes", processes),
         ("shard-bytes", settings.shard_bytes),
@@ -156,7 +156,7 @@ def _check(settings: Settings, processes: int | None) -> None:
     ):
         if number is not None and not 1 <= number < 2**31:
             raise out_of_range(f"--{flag}", number, f"1 to {2**31 - 1}")
-    # Checked before the settings are stored, so that no settings with a wrong vocabulary are stored.
+    # Checked here, so that settings with a wrong vocabulary are never stored.
     if settings.vocab is not None:
         _given_vocabulary(settings.vocab, settings.cased)
 
@@ -165,7 +165,7 @@ def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Segment], dic
     """Returns the segments of all inputs, and their files: name in the manifest -> path."""
     sets = [item for item in inputs if item.startswith(TFDS_PREFIX)]
     if sets and len(inputs) > 1:
-        raise UserError("--input", sets[0], "is not the only input", "give a TFDS set alone")
+        raise UserError("--input", sets[0], "must be the only input", "leave out the other inputs")
     if sets:
         builder, split = tfds_builder(sets[0], settings.data_dir)
         paths = [str(path) for path in builder.info.splits[split].filepaths]
@@ -199,7 +199,7 @@ def _identity(files: dict[str, str], settings: Settings) -> dict[str, Any]:
 def _compare(folder: pathlib.Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:
     stored_settings, settings = stored.get("settings"), identity["settings"]
     if not isinstance(stored_settings, dict):
-        raise UserError("--output", folder, "has lost its settings", _AGAIN)
+        raise UserError("--output", folder, "has a manifest without settings", _AGAIN)
     for key, value in settings.items():
         if stored_settings.get(key) != value:
             difference = f"{key}={stored_settings.get(key)!r}, not {value!r}"
@@ -207,7 +207,7 @@ def _compare(folder: pathlib.Path, stored: dict[str, Any], identity: dict[str, A
                 difference = "another vocabulary"
             raise UserError("--output", folder, f"was begun with {difference}", _AGAIN)
     if stored.get("inputs") != identity["inputs"]:
-        problem = "was begun from other input files, or they have changed"
+        problem = "was begun with other input files, or the files have changed"
         raise UserError("--output", folder, problem, _AGAIN)
 
 
@@ -235,7 +235,7 @@ def _vocabulary(
 
         def read() -> Iterator[str]:
             for group in groups:
-                # The counts are taken later, when the shards are made.
+                # Discards these counts: they are taken again when the shards are made.
                 for lines in _documents(group, settings, Counter()):
                     yield from sentences(lines, settings.sentences, Counter())
 
@@ -245,7 +245,7 @@ def _vocabulary(
         except UserError:  # nothing is prepared, so the wrong settings must not stay
             (folder / _SETTINGS).unlink()
             raise
-    vocabulary.write(path)  # by rename, because a restart uses the file if it exists
+    vocabulary.write(path)  # renamed when complete, because a restart uses an existing file
     return vocabulary
 
 
@@ -273,8 +273,8 @@ def _work(
     count = min(processes or os.cpu_count() or 1, len(todo))
     with contextlib.ExitStack() as stack:
         if count > 1:
-            # One single-threaded process per CPU core; spawned, not forked, because ArrayRecord has
-            # threads.
+            # Starts one single-threaded process per CPU core: spawned, not forked, because ArrayRecord
+            # has threads.
             stack.enter_context(environment.variables(TOKENIZERS_PARALLELISM="false"))
             pool = stack.enter_context(
                 concurrent.futures.ProcessPoolExecutor(

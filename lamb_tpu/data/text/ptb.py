@@ -10,8 +10,8 @@ from lamb_tpu.errors import UserError, unknown, unreadable
 from lamb_tpu.files import reading
 
 SPLITS = ("train", "valid", "test")
-# Number of words in each of Mikolov's three files, where each end of a line counts as a word; then
-# the number of distinct words in train.
+# Number of words in each of Mikolov's three files, counting each end of a line as a word; then the
+# number of distinct words in train.
 NUM_WORDS = {"train": 929_589, "valid": 73_760, "test": 82_430}
 VOCABULARY = 10_000
 _FILES = "ptb.train.txt, ptb.valid.txt and ptb.test.txt"
@@ -46,16 +46,16 @@ def _read(folder: pathlib.Path, split: str) -> str:
     try:
         if packed.exists() and not path.exists():
             with reading.open_file(packed) as file, lzma.open(file) as unpacked:
-                # A limit, because a few kilobytes can unpack to gigabytes.
+                # Limits the size, because a few kilobytes can unpack to gigabytes.
                 content = unpacked.read(reading.MAX_TEXT_BYTES + 1)
             if len(content) > reading.MAX_TEXT_BYTES:
-                raise ValueError(f"unpacked, it has more than {reading.MAX_TEXT_BYTES:,} bytes")
+                raise ValueError(f"it unpacks to more than {reading.MAX_TEXT_BYTES:,} bytes")
             return reading.decode(content)
         return reading.read_text(path)
     except FileNotFoundError:
-        present = ", ".join(sorted(file.name for file in folder.glob("ptb.*"))) or "no such file"
+        present = ", ".join(sorted(file.name for file in folder.glob("ptb.*"))) or "no file ptb.*"
         problem = f"is missing in {folder}, which has {present}"
-        remedy = f"give as config.data.dir the folder of {_FILES}"
+        remedy = f"set config.data.dir to the folder of {_FILES}"
         raise UserError(path, ..., problem, remedy) from None
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise unreadable(path, error, "replace it with the original file") from error

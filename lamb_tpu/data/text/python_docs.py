@@ -98,7 +98,7 @@ def cloze_questions(split: str) -> list[Question]:
                 word_matches = list(re.finditer(r"\w+", sentence))
                 if len(context_sentences) < 2 or len(word_matches) < _LEAST_WORDS:
                     continue
-                # A fixed seed: the questions are a data set, the same in every run.
+                # The seed is fixed, so that the set has the same questions in every run.
                 draws = words(0, len(questions), np.arange(2))
                 size = 1 + int(below(draws[0], 3))
                 start = int(below(draws[1], len(word_matches) - size + 1))
@@ -127,13 +127,13 @@ def _shards(vocab_size: int) -> dict[str, TokenShards]:
             if prepared:
                 settings = Settings(vocab=str(pathlib.Path(root, SPLITS[0], VOCABULARY)))
             prepare_text([f"{folder}/*.txt"], output, settings, processes=1)
-            # In memory, because the folder is temporary.
+            # Read into memory, because the folder is temporary.
             prepared[split] = TokenShards(output, in_memory=True)
     return prepared
 
 
 def check_split(split: str) -> str:
-    """Returns the split if the topics have it, otherwise raises a UserError."""
+    """Returns `split`; raises a UserError if the topics have no such split."""
     if split not in SPLITS:
         raise unknown("split of Python's help topics", split, SPLITS)
     return split

@@ -39,16 +39,16 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         if not files:
             below, remedy = "", "give a file, or a pattern that matches files"
             if any(map(os.path.isdir, matches)):
-                remedy = f"for the files in the folder give {pattern.rstrip('/')}/**/*"
+                remedy = f"give {pattern.rstrip('/')}/**/* for the files in the folder"
             elif matches:
-                below = f": {matches[0]} is a pipe, a device or a link to nothing"
+                below = f": {matches[0]} is a pipe, a device or a broken link"
             raise UserError("--input", pattern, f"matches no file{below}", remedy)
         matched.update(files)
     return sorted(matched)
 
 
 def cut_files(paths: Sequence[str], rule: str, max_bytes: int) -> list[Segment]:
-    """Cuts files into segments of at most `max_bytes`; under the rule `file` into entire files."""
+    """Cuts files into segments of at most `max_bytes`; with the rule `file`, a file is one segment."""
     segments = []
     for path in paths:
         size = os.path.getsize(path)
@@ -207,7 +207,7 @@ def _begins_document(text: str, rule: str) -> bool:
 def _decode(path: str, position: int, content: bytes) -> tuple[str, bool]:
     if b"\0" in content:
         problem = f"is not text: its line at byte {position:,} holds a NUL byte"
-        raise UserError(path, ..., problem, "leave it out")
+        raise UserError(path, ..., problem, "leave the file out")
     broken = False
     try:
         text = content.decode()

@@ -19,7 +19,7 @@ def save(folder: pathlib.Path, vocabulary: Vocabulary, cased: bool) -> None:
 
 
 def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
-    """Reads a vocabulary, and whether it keeps case and accents (None if unknown).
+    """Returns a vocabulary, and whether it keeps case and accents (None if unknown).
 
     `path` is a `vocab.txt`, or the folder that contains it: a workdir, or the folder of a model in
     the format of Hugging Face transformers.
@@ -37,12 +37,12 @@ def read(path: str | pathlib.Path) -> tuple[Vocabulary, bool | None]:
             settings = reading.read_json(beside)
             value = settings["cased"] if name == SETTINGS else settings.get("do_lower_case", True)
             if not isinstance(value, bool):
-                raise ValueError(f"its value is {shown(value)}; it must be true or false")
+                raise ValueError(f"its value {shown(value)} must be true or false")
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             cause = f"{type(error).__name__}: {error}"
             problem = f"does not say whether {file.name} keeps case ({cause})"
-            raise UserError(beside, ..., problem, "correct it, or remove it") from error
+            raise UserError(beside, ..., problem, "correct or remove this file") from error
         return vocabulary, value if name == SETTINGS else not value
     return vocabulary, None

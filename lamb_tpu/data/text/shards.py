@@ -24,8 +24,8 @@ MANIFEST = "manifest.json"
 VOCABULARY = "vocab.txt"
 FORMAT = 1
 IN_MEMORY_BYTES = 2**30  # token ids up to this size are held in memory by default
-# A record ends before the sentence with which it would exceed this number of tokens; sentences are
-# never cut.
+# A record ends before a sentence that would take it over this number of tokens; sentences are never
+# cut.
 _RECORD_TOKENS = 8192
 _READ_CHUNK = 256  # records read at a time when shards are opened
 _OTHER_FILES = 256  # number of files that a process may have open besides shards
@@ -223,12 +223,12 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
         content = reading.read_text(folder / MANIFEST)
         manifest = reading.parse_json(content)
         if not isinstance(manifest, dict):
-            raise ValueError("it is not a JSON object")
+            raise ValueError("the content is not a JSON object")
     except (OSError, ValueError) as error:
         raise unreadable(
             folder / MANIFEST,
             error,
-            "prepare the text with python -m lamb_tpu.prepare_text; if that was killed, run it again",
+            "run python -m lamb_tpu.prepare_text to prepare the text or to continue a killed run",
         ) from error
     settings = manifest.get("settings")
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
@@ -243,7 +243,7 @@ def check_manifest(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def check_files(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
-    """Returns a folder's shards in order; raises a UserError if a file is not as in the manifest."""
+    """Returns a folder's shards in order; raises a UserError if a file differs from the manifest."""
     listed = {item["name"]: item for item in manifest["shards"]}
     present = {path.name: path for path in folder.glob("*.array_record")}
     for name, item in listed.items():
@@ -260,7 +260,7 @@ def check_files(folder: pathlib.Path, manifest: dict) -> list[pathlib.Path]:
     if not vocabulary.is_file():
         raise UserError(vocabulary, ..., f"is missing, though {MANIFEST} lists it", _AGAIN)
     if hashlib.sha256(vocabulary.read_bytes()).hexdigest() != manifest["vocabulary"]["sha256"]:
-        raise UserError(vocabulary, ..., f"is not the one that {MANIFEST} names", _AGAIN)
+        raise UserError(vocabulary, ..., f"does not match its sha256 in {MANIFEST}", _AGAIN)
     return [present[name] for name in listed]
 
 
@@ -284,7 +284,7 @@ def _allow_open(folder: pathlib.Path, num_shards: int) -> None:
     """Raises the limit on open files, often 1,024, because all shards stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and num_shards + _OTHER_FILES > hard:
-        problem = f"has {num_shards:,} shards, more than the {hard:,} files a process may open"
+        problem = f"has {num_shards:,} shards, too many for the {hard:,} files a process may open"
         remedy = "raise that limit (ulimit -Hn), or prepare the text with a larger --shard-bytes"
         raise UserError(folder, ..., problem, remedy)
     # A process may raise its soft limit up to the hard limit.

@@ -54,8 +54,8 @@ class _File(msgspec.Struct):
 class Question:
     """A question about a context.
 
-    `answers` has, for each answer, its text and the index in the context of its first character; in
-    test files it is ().
+    `answers` has the text of each answer and the index of its first character in the context; in
+    test files, `answers` is ().
     """
 
     id: str  # the key of the prediction; unique in the data set
@@ -72,12 +72,12 @@ class Features:
     Attributes:
       arrays: (features, length): `input_ids` and `token_type_ids` int32, `attention_mask` bool; for
         training also `start_position` and `end_position`, int32 (features,): the first and last
-        token of the answer, both 0 if it is not in the window.
+        token of the answer, both 0 if the window lacks the answer.
       question: int32 (features,): index of each window's question, ascending.
       char_start, char_stop: int32 (features, length): range of each token's characters in the
         context, with adjacent characters that the normaliser deletes (see `_with_deleted`); -1
         for tokens outside the context.
-      best_window: bool (features, length): whether, of all windows with this token, this one has
+      best_window: bool (features, length): whether this window, of all windows with the token, has
         the most context around it. Answers begin only at such tokens, so each answer counts once.
       unmappable: ids of questions left out of training, because their answer is not at the position
         given in the file, or has no token.
@@ -96,7 +96,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
     try:
         content = reading.read_json(path, reading.MAX_TEXT_BYTES)
     except OSError as error:
-        raise unreadable(path, error, "give a file of questions that can be read") from error
+        raise unreadable(path, error, "give a readable file of questions") from error
     except ValueError as error:
         raise unreadable(path, error, "give a SQuAD file", "is not a SQuAD file") from error
     file = schema.convert(content, _File, f"{path} is not a SQuAD file")
@@ -116,7 +116,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
         raise UserError(path, ..., "has no question", "give another file")
     seen = set[str]()
     for question in questions:
-        # Predictions are stored by id, so it must be unique.
+        # Predictions are stored by id, so ids must be unique.
         if question.id in seen:
             problem = f"has the question {question.id} twice"
             raise UserError(path, ..., problem, "remove one of them")
@@ -125,7 +125,7 @@ def read_questions(path: str | pathlib.Path) -> list[Question]:
             # JSON can hold half of a surrogate pair, which tokenizers reject.
             if re.search("[\ud800-\udfff]", text):
                 key = f"the {what} of question {question.id} in {path}"
-                problem = "has half of a character, an escape \\ud800 to \\udfff without its pair"
+                problem = "has an unpaired surrogate, one of \\ud800 to \\udfff"
                 raise UserError(key, ..., problem, "remove it")
     return questions
 
@@ -155,11 +155,11 @@ def make_features(
       UserError: no tokens remain for the context, a question for training has no answer, or no
         question is left.
     """
-    # The minimum context of a window: the rest after the longest question and 3 special tokens.
+    # The context tokens that fit into a window besides the longest question and 3 special tokens.
     max_context = max_length - max_query - 3
     if min(max_context, document_stride, max_query) < 1 or document_stride > max_context:
         problem = f"does not fit into max_length={max_length} beside max_query={max_query}"
-        remedy = f"use 1 to {max_context}" if max_context > 0 else "use a longer max_length"
+        remedy = f"use 1 to {max_context}" if max_context > 0 else "use a larger max_length"
         raise UserError("document_stride", document_stride, problem, remedy)
     tokenizer = make_tokenizer(vocabulary, cased)
     # Many questions share a context, so each context is tokenized once.
@@ -191,7 +191,7 @@ def make_features(
     if unmappable and not made:
         problem = f"has no answer at the position in the file (the first id is {unmappable[0]})"
         remedy = "correct the file"
-        raise UserError(f"each of the {len(unmappable):,} questions", ..., problem, remedy)
+        raise UserError(f"every question ({len(unmappable):,} in all)", ..., problem, remedy)
     if not made:
         raise UserError("the file", ..., "has no question to make features of", "give another file")
     arrays = {key: np.concatenate([fields[key] for fields in made]) for key in made[0]}
@@ -237,7 +237,7 @@ def _with_deleted(text: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _answer_span(question: Question, context: _Context) -> tuple[int, int] | None:
-    """Returns the first answer's first and last token in the context; None if it is not there."""
+    """Returns the first and last token of the first answer; None if the context lacks the answer."""
     if not question.answers:
         remedy = "remove it, or set its is_impossible to true if the context has no answer"
         raise UserError(f"question {question.id}", ..., "has no answer to train on", remedy)
@@ -245,8 +245,8 @@ def _answer_span(question: Question, context: _Context) -> tuple[int, int] | Non
     stop = start + len(text)
     if not text or start < 0 or question.context[start:stop] != text:
         return None
-    # From the first token that ends after the answer's start to the last token that begins before
-    # the answer's end.
+    # `first` is the first token that ends after the answer's start, `last` the last token that begins
+    # before the answer's end.
     first = int(np.searchsorted(context.char_stop, start, side="right"))
     last = int(np.searchsorted(context.char_start, stop, side="left")) - 1
     return (first, last) if first <= last else None

@@ -39,7 +39,7 @@ class SquadSource(ArraySource):
 
     Fields of an example, with length L: `input_ids` and `token_type_ids` int32 (L,),
     `attention_mask` bool (L,); in training `start_position` and `end_position` int32 (), the first
-    and last token of the answer, both 0 if it is not in the window.
+    and last token of the answer, both 0 if the window lacks the answer.
 
     `questions` includes the questions that are left out of training. `features` has the windows,
     with the mapping from tokens back to text.

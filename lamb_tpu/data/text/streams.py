@@ -52,7 +52,7 @@ def cut(tokens: np.ndarray, count: int, layout: str) -> np.ndarray:
     """
     total, length = len(tokens), len(tokens) // count
     rows = np.arange(count)
-    # Rounded to the nearest integer, halves upwards.
+    # Rounds to the nearest integer, and halves up.
     starts = (2 * rows * total + count) // (2 * count) if layout == "zaremba" else rows * length
     return tokens[starts[:, None] + np.arange(length)]
 
@@ -95,8 +95,8 @@ def count_examples(name: str, total: int, streams: int, options: StreamOptions) 
     """Returns the number of training examples; raises a UserError if the text is too short."""
     windows = num_windows(total // streams, options)
     if not windows:
-        problem = f"leaves each row {total // streams} of the {total:,} words of {name}"
-        remedy = f"use a smaller batch, or reduce config.data.options.steps={options.steps}"
+        problem = f"leaves only {total // streams} of the {total:,} words of {name} for each row"
+        remedy = f"use a smaller batch size, or reduce config.data.options.steps={options.steps}"
         raise UserError("config.batch_size", streams, problem, remedy)
     return streams * windows
 
@@ -199,7 +199,7 @@ def make(
 
 
 def _digest(tokens: np.ndarray, vocabulary: Sequence[str]) -> str:
-    """Returns a hash of the content, so that a resumed run can check that it is the same."""
+    """Returns a hash, by which a resumed run checks that the content is the same."""
     content = hashlib.sha256(tokens.tobytes())
     content.update("\n".join(vocabulary).encode())
     return content.hexdigest()[:12]

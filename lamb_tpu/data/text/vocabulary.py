@@ -40,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "Vocabulary":
-        """Reads a `vocab.txt`; raises UserError like the constructor, and if it is missing."""
+        """Reads a `vocab.txt`; raises UserError like the constructor, and if the file is missing."""
         try:
             text = reading.read_text(path, max_bytes=reading.MAX_SETTINGS_BYTES)
         except (OSError, ValueError) as error:

@@ -66,7 +66,7 @@ def train_segments(
 
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """Returns a text's most frequent characters, then with `##` those that occur within words."""
+    """Returns a text's most frequent characters, then those within words, prefixed with `##`."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
     # Splits each distinct word once.

@@ -41,13 +41,13 @@ def encode(words: Sequence[str], vocabulary: Sequence[str], name: str) -> np.nda
     """Returns the ids of words, int32 (len(words),); unknown words become `UNKNOWN`.
 
     TensorFlow's tutorial drops unknown words instead; the Penn Treebank has none. Raises a UserError
-    with `name` if a word is not in the vocabulary, and `UNKNOWN` is not either.
+    with `name` if the vocabulary lacks both a word and `UNKNOWN`.
     """
     ids: Mapping[str, int] = {word: number for number, word in enumerate(vocabulary)}
     unknown = ids.get(UNKNOWN, -1)
     encoded = np.array([ids.get(word, unknown) for word in words], np.int32)
     if (encoded < 0).any():
         word = words[int(np.argmax(encoded < 0))]
-        problem = f"has the word {word!r}, but the training text has neither this nor {UNKNOWN}"
-        raise UserError(name, ..., problem, "use two texts of the same set")
+        problem = f"has the word {word!r}, but the training text has neither it nor {UNKNOWN}"
+        raise UserError(name, ..., problem, "use two splits of the same set")
     return encoded

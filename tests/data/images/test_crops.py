@@ -37,18 +37,18 @@ def test_heights_are_uniform_among_those_that_fit(
     boxes = [inception_box(height, width, rng, min_area, min_covered) for _ in range(DRAWS)]
     actual = np.bincount([box.height for box in boxes], minlength=height + 1) / DRAWS
     expected = heights_by_definition(height, width, min_area, min_covered)
-    # Four standard deviations of a count, plus the grid's error.
+    # Allows four standard deviations of a count, plus the grid's error.
     assert (np.abs(actual - expected) < 4 * np.sqrt(expected / DRAWS) + 2e-3).all()
     ratios = np.array([box.width / box.height for box in boxes])
     if min_covered > 0.2:
-        return  # boxes that are drawn again make the ratios uneven
+        return  # redrawn boxes make the ratios non-uniform
     assert abs(ratios.mean() - (3 / 4 + 4 / 3) / 2) < 0.01
     # A uniform ratio has a standard deviation of its range / sqrt(12).
     assert abs(ratios.std() - (4 / 3 - 3 / 4) / math.sqrt(12)) < 0.01
 
 
 def test_areas_are_as_often_as_tensorflows() -> None:
-    """Compares the histogram of areas, in tenths of 75 by 100 pixels, with TensorFlow's op.
+    """Compares the histogram of areas, in tenths of an image of 75 x 100, with TensorFlow's op.
 
     The numbers are from 100,000 boxes that tf.image.stateless_sample_distorted_bounding_box of
     TensorFlow 2.21 drew with the TPU code's arguments: area_range=(0.08, 1), aspect_ratio_range=(3/4,

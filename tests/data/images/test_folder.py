@@ -79,9 +79,9 @@ def test_list_with_splits_and_labels_out_of_range(tmp_path: pathlib.Path) -> Non
     write_list(tmp_path, "\n".join([*lines, "e\ttrain\tcat", "f\ttrain\t1"]))
     records = FolderRecords(tmp_path, "train", num_classes=3, skip=True)
     assert [records.name(index) for index in range(2)] == [str(tmp_path / name) for name in "af"]
-    output = "3 labels out of the range 0 to 2: c has '3', d has '-1', e has 'cat'"
+    output = "3 label(s) out of the range 0 to 2: c has '3', d has '-1', e has 'cat'"
     assert output in records.notes[0] and "these examples are left out" in records.notes[0]
-    with rejected("*has 3 labels out of the range 0 to 2", ..., ": c has '3', d has '-1', e"):
+    with rejected("*has 3 label(s) out of the range 0 to 2", ..., ": c has '3', d has '-1', e"):
         FolderRecords(tmp_path, "train", num_classes=3)
 
 
@@ -112,7 +112,7 @@ def test_list_names_files_of_its_folder_alone(beside: pathlib.Path, name: str) -
     (beside / "linked").symlink_to(beside.parent / "secret")
     name = name.format(parent=beside.parent)
     write_list(beside, f"file\tlabel\nin/a.jpg\t0\n{name}\t1\n")
-    key = f"*labels.tsv names 1 files that are not in {beside}"
+    key = f"*labels.tsv names 1 file(s) that are not in {beside}"
     with rejected(key, ..., f": {name!r}", "on_bad_record='skip'"):
         FolderRecords(beside, "train")
     records = FolderRecords(beside, "train", skip=True)
@@ -166,7 +166,7 @@ def test_numbers_of_classes(folders: pathlib.Path) -> None:
         ("file\tclass\na\t1", ("*/labels.tsv", ..., "no column 'label' in its first", "add this")),
         ("", ("*/labels.tsv", ..., "has no column 'file' in its first line,")),
         ("file\tlabel\na\t1\nb\n", ("*/labels.tsv, line 3,", ..., "has 1 columns, but the first")),
-        ("file\tlabel\tsplit\na\t1\tall\n", ("*", ..., "has a split called 'all'", "rename it")),
+        ("file\tlabel\tsplit\na\t1\tall\n", ("*", ..., "has a split called 'all'", "rename the")),
         ("file\tlabel\n", ("*", ..., "is not valid (Unknown split 'train'. Should be one of [].)")),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_list_that_is_not_a_file(tmp_path: pathlib.Path, make: Callable[..., N
 
 
 def test_every_format_by_its_content(tmp_path: pathlib.Path) -> None:
-    """Training and evaluation decode images even if their suffix is that of another format."""
+    """Training and evaluation decode images even if their suffix names another format."""
     pixels = np.full((40, 40, 3), (200, 30, 90), np.uint8)
     names = {
         "1.jfif": "rgb",

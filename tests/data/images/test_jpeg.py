@@ -114,7 +114,8 @@ def test_bicubic_as_by_the_formula_of_tensorflow_1(height: int, width: int, kind
     assert np.abs(decode_box(content, box, 65) - expected).mean() > 1
 
 
-# TensorFlow 2.21, tf.compat.v1.image.resize_bicubic of the image below to 7 by 7, red channel.
+# Result of TensorFlow 2.21's tf.compat.v1.image.resize_bicubic for the image below, resized to 7 by 7;
+# red channel.
 TENSORFLOW = np.array(
     [
         [95.00, 168.19, 111.63, 260.70, 73.23, 161.31, 31.15],
@@ -173,7 +174,7 @@ def test_channels_keep_their_order(colour: tuple[int, int, int]) -> None:
     for kind in ("rgb", "cmyk", "png", "webp", "bmp"):
         content = encode(np.full((40, 40, 3), colour, np.uint8), kind)
         image, _ = decode_crop(content, lambda height, width: Box(0, 0, 16, 16), 16)
-        # WebP stores a quarter of the colour samples, in video's range of values.
+        # WebP stores a quarter of the chroma samples, in the limited range of video.
         assert np.abs(image.astype(int) - colour).max() <= (8 if kind == "webp" else 4), kind
 
 
@@ -207,7 +208,7 @@ def test_the_first_image_of_an_animation(format: str) -> None:
 
 
 def test_damaged_webp_and_bitmaps_are_bad_images() -> None:
-    """Pillow's errors become BadImage; if decoding succeeds, the size is that in the header."""
+    """Truncated files raise BadImage; other damage raises BadImage with a reason or no error."""
     rng = np.random.default_rng(0)
     for kind in ("webp", "bmp"):
         entire = encode(smooth(24, 31), kind)
@@ -253,7 +254,7 @@ def test_too_many_pixels_are_rejected_early(kind: str, monkeypatch: pytest.Monke
     assert len(content) < 2000
 
     def decoder(*arguments: object, **named: object) -> None:
-        raise AssertionError("nothing may be decoded")
+        raise AssertionError("the image must not be decoded")
 
     monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", decoder)
     monkeypatch.setattr(ImageFile.ImageFile, "load", decoder)
@@ -403,20 +404,20 @@ JPEG, PNG, CMYK = encode(PIXELS), encode(PIXELS, "png"), encode(PIXELS, "cmyk")
     "content, reason",
     [
         (b"", "the file is empty"),
-        (b"not an image at all", "it is not an image; JPEG, PNG, WebP and BMP are read"),
-        (JPEG[:1], "it is not an image; JPEG, PNG, WebP and BMP are read"),
+        (b"not an image at all", "it is not an image; use JPEG, PNG, WebP or BMP"),
+        (JPEG[:1], "it is not an image; use JPEG, PNG, WebP or BMP"),
         (JPEG[:2], "begins like a JPEG but has no complete header"),
         (JPEG[:100], "begins like a JPEG but has no complete header"),
         (JPEG[: len(JPEG) * 3 // 4], "ends before its end marker"),
         (JPEG[:-2], "ends before its end marker"),
         (with_thumbnail(PIXELS)[:-2], "ends before its end marker"),
         (JPEG[: len(JPEG) // 3] + b"\xff\xd9", "Corrupt JPEG data: premature end|Premature end"),
-        (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "its header has no size"),
+        (JPEG.replace(b"\x00\x5a\x00\x78", b"\0\0\0\0", 1), "a height or width of 0"),
         (PNG[: len(PNG) // 2], "."),
         (encode(PIXELS, "webp")[:-100], "."),
         (encode(PIXELS, "bmp")[:-100], "truncated"),
         (CMYK[: len(CMYK) // 2], "ends before its end marker"),
-        (b"GIF89a" + bytes(50), "its format is GIF; JPEG, PNG, WebP and BMP are read"),
+        (b"GIF89a" + bytes(50), "its format is GIF; use JPEG, PNG, WebP or BMP"),
     ],
 )
 def test_bad_content(content: bytes, reason: str) -> None:

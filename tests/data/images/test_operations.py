@@ -155,9 +155,9 @@ def test_moves(image: np.ndarray, name: str, argument: float) -> None:
     assert outside.any() and (actual[outside] == 128).all()
 
 
-# TensorFlow 2.21, tf.raw_ops.ImageProjectiveTransformV3 with NEAREST (called by the TPU code's
-# contrib_image.transform), for an image with the numbers 1 to 48 in six rows. 128 is a pixel from
-# outside the image.
+# Results of TensorFlow 2.21's tf.raw_ops.ImageProjectiveTransformV3 with NEAREST (called by the TPU
+# code's contrib_image.transform) for an image with the numbers 1 to 48 in six rows. 128 is a pixel
+# from outside the image.
 SHEARS = {
     ("shear_x", 0.3): """
         1 2 3 4 5 6 7 8        9 10 11 12 13 14 15 16     18 19 20 21 22 23 24 128

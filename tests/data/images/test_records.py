@@ -1,4 +1,4 @@
-"""Photographs in a set prepared by TFDS, which `data.load` reads without decoding."""
+"""Photographs in a set prepared by TFDS, decoded only when an example is read."""
 
 import io
 import pathlib

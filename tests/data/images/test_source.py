@@ -226,7 +226,7 @@ def with_bad(**bad: Record) -> list[Record]:
 BAD = {
     "corrupt": (Record(CONTENTS[0][:-40], 0), "it ends before its end marker"),
     "empty": (Record(b"", 0), "the file is empty"),
-    "text": (Record(b"<html>", 0), "it is not an image; JPEG, PNG, WebP and BMP are read"),
+    "text": (Record(b"<html>", 0), "it is not an image; use JPEG, PNG, WebP or BMP"),
     "unread": (Record(b"", 0, "Permission denied"), "Permission denied"),
     "huge": (
         Record(claiming("rgb", 65_500, 65_500), 0),
@@ -257,7 +257,7 @@ def test_bad_records_are_replaced(kind: str, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         batches = [source.gather(np.arange(8), epoch) for epoch in range(2)]
     for batch in batches:
-        # The next good example replaces a bad one: 4 replaces 2 and 3, and 0 replaces the last.
+        # The next good example replaces a bad example: 4 replaces 2 and 3, and 0 replaces 7.
         np.testing.assert_array_equal(batch["image"], good[[0, 1, 4, 4, 4, 5, 6, 0]])
         assert batch["label"].tolist() == [0, 1, 0, 0, 0, 1, 2, 0]
     assert source.tally.counts()["bad"] == 3

@@ -24,7 +24,7 @@ def test_bad_records_are_named_and_then_only_counted(caplog: pytest.LogCaptureFi
                 tally.skip(index, f"file {index}", "it is not an image")
     output = [record.getMessage() for record in caplog.records]
     assert output[0] == (
-        "data set own:train: file 0 is left out, and the next good one replaces it: "
+        "data set own:train: file 0 is left out, and the next good record replaces it: "
         "it is not an image (1 so far)"
     )
     assert [text.split()[4] for text in output[:20]] == [str(index) for index in range(20)]

@@ -15,7 +15,7 @@ def write_folder(
     num_shards: int = 1,
     vocabulary_size: int = 64,
 ) -> None:
-    """Writes documents of sentences of ids; every fourth token in the vocabulary has a `##`."""
+    """Writes documents of sentences of ids; every fourth token in the vocabulary begins with `##`."""
     folder.mkdir(exist_ok=True)
     made_up = [
         f"{'##' if number % 4 == 3 else ''}w{number}" for number in range(5, vocabulary_size)

@@ -1,4 +1,4 @@
-"""Pre-training examples: their content, and that it depends only on (seed, epoch, index)."""
+"""Pre-training examples: their content is a function of (seed, epoch, index)."""
 
 import itertools
 import pathlib

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.file_adapters import FileFormat
 
 from lamb_tpu.data import prepare
 from lamb_tpu.data.text.pairs import Multi30k, Pair, Wmt16
@@ -52,7 +53,7 @@ def test_wmt16_through_tfds(monkeypatch: pytest.MonkeyPatch) -> None:
     info = types.SimpleNamespace(num_examples=3000, num_bytes=7)
     builder: Any = types.SimpleNamespace(
         data_dir="DIR",
-        info=types.SimpleNamespace(splits={"train": info}, file_format="riegeli"),
+        info=types.SimpleNamespace(splits={"train": info}, file_format=FileFormat.RIEGELI),
         as_data_source=lambda split: records,
     )
     asked = []

@@ -167,7 +167,7 @@ def test_a_complete_output_whose_manifest_is_damaged(folder: pathlib.Path) -> No
         ({"counts": None}, ("*: counts", None, "is not valid", "use a section of keys")),
         ({"shards": 5}, ("*: shards", 5, "is not valid", "use a list")),
         ({"vocabulary": {"name": "vocab.txt"}}, ("*: vocabulary.size", ..., "is missing")),
-        ({"settings": []}, ("--output", ..., "has lost its settings", "delete the folder")),
+        ({"settings": []}, ("--output", ..., "has a manifest without settings", "delete the")),
     ):
         path.write_text(json.dumps(manifest | changes))
         with rejected(*message):
@@ -201,7 +201,7 @@ def test_killed_and_started_again(folder: pathlib.Path) -> None:
     workers = children.read_text().split() if children.exists() else []
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while any(_is_alive(worker) for worker in workers):  # they end with the main process
+    while any(_is_alive(worker) for worker in workers):  # workers end with the main process
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not (folder / "out" / "manifest.json").exists()
@@ -243,7 +243,7 @@ def test_a_tfds_set(folder: pathlib.Path) -> None:
     assert [item["name"] for item in manifest["inputs"]] == [
         "tiny_text-train.array_record-00000-of-00001"
     ]
-    with rejected("--input", "tfds:tiny_text", "is not the only input", "give a TFDS set alone"):
+    with rejected("--input", "tfds:tiny_text", "must be the only input", "leave out the other"):
         prepare_text(["tfds:tiny_text", f"{folder}/in/*"], folder / "both", changes, 1)
 
 
@@ -260,8 +260,8 @@ def test_documents_of_nothing_are_counted(folder: pathlib.Path) -> None:
     [
         (dict(documents="page"), ("--documents", "page", "is unknown", "use file, blank-lines or")),
         (dict(sentences="x"), ("--sentences", "x", "is unknown", "use split or lines")),
-        (dict(train_vocab=50), ("--vocab or --train-vocab", ..., "must be given, not both")),
-        (dict(vocab=None), ("--vocab or --train-vocab", ..., "must be given, not both")),
+        (dict(train_vocab=50), ("--vocab or --train-vocab", ..., "must be given, but not both")),
+        (dict(vocab=None), ("--vocab or --train-vocab", ..., "must be given, but not both")),
         (dict(shard_bytes=0), ("--shard-bytes", 0, "is out of range", "use 1 to 2147483647")),
         (dict(processes=0), ("--processes", 0, "is out of range", "use 1 to 2147483647")),
         (dict(vocab="none.txt"), ("the vocabulary none.txt", ..., "cannot be read (No such file")),
@@ -284,7 +284,7 @@ def test_an_output_that_is_something_else(folder: pathlib.Path) -> None:
     with rejected("--output", ..., "was begun with cased=False, not True"):
         prepare(folder, "out", cased=True)
     (folder / "in" / "00.txt").write_text("Other text.")
-    with rejected("--output", ..., "was begun from other input files, or they have changed"):
+    with rejected("--output", ..., "was begun with other input files, or the files have changed"):
         prepare(folder, "out")
     with rejected("--output", ..., "is not empty and was not begun by this", "use another folder"):
         prepare(folder, "in")
@@ -300,7 +300,7 @@ def test_text_of_nothing(folder: pathlib.Path) -> None:
 
 def test_errors_in_workers_are_raised(folder: pathlib.Path) -> None:
     (folder / "in" / "11.txt").write_bytes(b"a\0b")
-    with rejected("*/11.txt", ..., "is not text: its line at byte 0 holds a", "leave it out"):
+    with rejected("*/11.txt", ..., "is not text: its line at byte 0 holds a", "leave the file"):
         prepare(folder, "out", processes=2)
 
 

@@ -104,7 +104,7 @@ def damage(folder: pathlib.Path, what: str) -> None:
         ("cut", ("*/text-00001-of-00002.array_record", ..., "has 131,067 bytes, not 131,072 as")),
         ("changed", ("*/text-00001-of-00002.array_record", ..., "cannot be read (Corrupted")),
         ("extra", ("*/more.array_record", ..., "is not listed in manifest.json")),
-        ("vocabulary", ("*/vocab.txt", ..., "is not the one that manifest.json names")),
+        ("vocabulary", ("*/vocab.txt", ..., "does not match its sha256 in manifest")),
         ("counts", ("*", ..., "holds (5, 1513, 50322) documents,")),
         ("format", ("*", ..., "was prepared in another format")),
         ("no manifest", ("*/manifest.json", ..., "cannot be read (No such file or directory)")),
@@ -136,7 +136,7 @@ def test_limit_of_open_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert actual.tolist() == [number % 50 + 5 for number in range(150)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 400))
-    with rejected("*", ..., "has 150 shards, more than the 400 files a process may open"):
+    with rejected("*", ..., "has 150 shards, too many for the 400 files a process may open"):
         shards.TokenShards(tmp_path, in_memory=False)
     assert len(shards.TokenShards(tmp_path, in_memory=True).document_starts) == 151
 

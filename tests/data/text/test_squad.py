@@ -246,7 +246,7 @@ WHOLE = "qas[1].answers[1].answer_start"
         ),
         (
             '{"data": [{"paragraphs": [{"context": "\\ud800", "qas": [{"id": "x", "question": "q"}]}]}]}',
-            ("*", ..., "has half of a character"),
+            ("*", ..., "has an unpaired surrogate"),
         ),
     ],
 )
@@ -312,7 +312,7 @@ def test_bad_lengths(tiny: Vocabulary) -> None:
     with rejected("the file", ..., "has no question to make features of", "give another file"):
         make_features([], tiny)
     bad = [ask("1890", start=7), ask("nothing of it", start=3)]
-    with rejected("each of the 2 questions", ..., "has no answer at the position in the file"):
+    with rejected("every question (2 in all)", ..., "has no answer at the position in the file"):
         make_features(bad, tiny, training=True)
 
 

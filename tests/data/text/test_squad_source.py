@@ -61,8 +61,8 @@ def test_for_training(folder: pathlib.Path) -> None:
     }
     assert [question.id for question in source.questions] == ["b", "a", "v2"]
     asked = [source.questions[number].id for number in source.features.question]
-    # The context has nine tokens. Four tokens of question a leave seven in a window, so it has two
-    # windows; two tokens of question v2 leave nine, so it has one window.
+    # The context has nine tokens. The four tokens of question a leave seven for the context, so there
+    # are two windows; the two tokens of question v2 leave nine, so there is one window.
     assert asked == ["a", "a", "v2"]
     batch = source.gather(np.arange(3))
     assert batch["start_position"].tolist() == [9, 7, 0]
@@ -124,7 +124,7 @@ def test_options(folder: pathlib.Path, options: dict, message: tuple[Any, ...]) 
 def test_files(folder: pathlib.Path) -> None:
     with rejected("*/dev.json", ..., "is not a file", "use a file of config.data.dir as split; "):
         load(folder, "dev.json")
-    with rejected("each of the 1 questions", ..., "has no answer at the"):
+    with rejected("every question (1 in all)", ..., "has no answer at the"):
         load(folder, "bad.json")
     with rejected("config.data.dir", ..., "is missing", "give the folder of the JSON files, such"):
         data.load("squad", "train-v1.1.json")

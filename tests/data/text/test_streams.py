@@ -116,7 +116,7 @@ def test_errors(option: str, value: Any, problem: str) -> None:
 
 
 def test_texts_that_are_too_short() -> None:
-    with rejected("config.batch_size", 20, "leaves each row 5 of the 107 words of text:train"):
+    with rejected("config.batch_size", 20, "leaves only 5 of the 107 words of text:train for"):
         source(20)
     with rejected("config.data.options.eval_streams", 107, "is more than the 106 words to"):
         EvalStreams("text:test", TEXT, WORDS, StreamOptions(eval_streams=107))

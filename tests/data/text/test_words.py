@@ -13,8 +13,8 @@ TEXT = " the cat sat \n a cat <unk> \n"
 
 def test_end_of_a_line_is_a_word() -> None:
     assert split_words(TEXT) == ["the", "cat", "sat", "<eos>", "a", "cat", "<unk>", "<eos>"]
-    # This also holds for a line without a space at its end, where TensorFlow's reader would join the
-    # last word and <eos>.
+    # This also holds for a line without a space at its end; TensorFlow's reader would join its last
+    # word and <eos>.
     assert split_words("a cat\nsat\n") == ["a", "cat", "<eos>", "sat", "<eos>"]
 
 
