@@ -33,7 +33,7 @@ def relay(source: BinaryIO, target: BinaryIO) -> None:
     reported = False
     # Copy line by line, not in blocks, so that output appears when it is written.
     for line in iter(source.readline, b""):
-        # If the process has already printed an error, add nothing of the log.
+        # If the process has already printed an error, print nothing from the log.
         is_error = line.startswith(b"error: ")
         reported |= is_error
         # Only stacks of C++ and Python follow the abort.
