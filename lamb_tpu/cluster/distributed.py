@@ -232,7 +232,7 @@ def _detect(
             raise UserError(
                 "JAX",
                 ...,
-                f"detects a cluster but not this process's index ({type(error).__name__}: {cause})",
+                f"detects a cluster but cannot read its settings ({type(error).__name__}: {cause})",
                 "give --coordinator-address, --num-processes and --process-id, or --num-processes=1",
             ) from error
     return address, count, index

@@ -94,8 +94,8 @@ def check(request: StudyRequest) -> list[int]:
     factors = [int(text) if re.fullmatch("[0-9]{1,9}", text) else 0 for text in texts]
     is_ascending = all(low < high for low, high in itertools.pairwise(factors))
     if factors[0] != 1 or len(factors) < 2 or not is_ascending:
-        problem = "does not ascend from 1"
-        raise UserError("--factors", request.factors, problem, "use whole numbers such as 1,2,4,8")
+        problem = "must be two or more whole numbers that ascend from 1"
+        raise UserError("--factors", request.factors, problem, "use numbers such as 1,2,4,8")
     return factors
 
 
@@ -140,9 +140,7 @@ def span(text: str, factors: Sequence[int], recipe: Recipe) -> int:
     rounded = math.ceil(updates / unit) * unit
     if rounded // largest < _LEAST_UPDATES:
         least = math.ceil(_LEAST_UPDATES * largest / unit) * unit
-        problem = (
-            f"gives a branch at {largest} times the batch too few updates ({rounded // largest})"
-        )
+        problem = f"gives a branch at {largest} times the batch size too few updates ({rounded // largest})"
         remedy = f"use at least '{least} steps', or smaller --factors"
         raise UserError("--span", text, problem, remedy)
     return rounded
@@ -175,8 +173,8 @@ def starts(text: str, checkpoints: Sequence[int], length: int, recipe: Recipe) -
         overlapping = [start for start in result if abs(start - nearest) < length]
         if overlapping:
             problem = (
-                f"starts a branch of {length:,} updates at {nearest:,}, which overlaps the branch at "
-                f"{overlapping[0]:,}"
+                f"starts a branch of {length:,} updates at update {nearest:,}, which overlaps the "
+                f"branch at update {overlapping[0]:,}"
             )
             raise UserError(
                 "--at", str(position), problem, "leave out one position, or use a shorter --span"

@@ -1,4 +1,4 @@
-"""Joining the processes of a run: detected and rejected settings, and how a process leaves."""
+"""Tests joining the processes of a run: detected and rejected settings, and how a process leaves."""
 
 import os
 import socket

@@ -53,12 +53,12 @@ def test_positions_are_the_nearest_checkpoints() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"factors": "2,4"}, ("--factors", "2,4", "does not ascend from 1")),
-        ({"factors": "1"}, ("--factors", "1", "does not ascend from 1")),
-        ({"factors": "1,2,2"}, ("--factors", "1,2,2", "does not ascend from 1")),
-        ({"factors": "1,4,2"}, ("--factors", "1,4,2", "does not ascend from 1")),
-        ({"factors": "1,2.5"}, ("--factors", "1,2.5", "does not ascend from 1")),
-        ({"factors": "1,,2"}, ("--factors", "1,,2", "does not ascend from 1")),
+        ({"factors": "2,4"}, ("--factors", "2,4", "must be two or more")),
+        ({"factors": "1"}, ("--factors", "1", "must be two or more")),
+        ({"factors": "1,2,2"}, ("--factors", "1,2,2", "must be two or more")),
+        ({"factors": "1,4,2"}, ("--factors", "1,4,2", "must be two or more")),
+        ({"factors": "1,2.5"}, ("--factors", "1,2.5", "must be two or more")),
+        ({"factors": "1,,2"}, ("--factors", "1,,2", "must be two or more")),
         ({"tolerance": 0.0}, ("--tolerance", 0.0, "is out of range")),
         ({"tolerance": float("nan")}, ("--tolerance", ..., "is out of range")),
         ({"seeds": 0}, ("--seeds", 0, "is out of range", "use at least 1")),
@@ -92,12 +92,12 @@ def test_errors_that_need_no_run(change: dict[str, Any], message: tuple[Any, ...
         ),
         (
             "30, 32 percent",
-            "starts a branch of 24 updates at 320, which overlaps the branch at 300",
+            "starts a branch of 24 updates at update 320, which overlaps the branch at update 300",
             "leave out one position",
         ),
         (
             "10, 10.1 percent",
-            "starts a branch of 24 updates at 100, which overlaps the branch at 100",
+            "starts a branch of 24 updates at update 100, which overlaps the branch at update 100",
             "use a shorter --span",
         ),
     ],
@@ -108,11 +108,11 @@ def test_positions_without_a_branch(at: str, problem: str, remedy: str) -> None:
 
 
 def test_too_few_updates() -> None:
-    problem = "gives a branch at 8 times the batch too few updates (3)"
+    problem = "gives a branch at 8 times the batch size too few updates (3)"
     with rejected("--span", "2 percent", problem, "use at least '32 steps', or smaller"):
         span("2 percent", [1, 2, 8], recipe())
     assert span("32 steps", [1, 2, 8], recipe()) == 32
-    with rejected("--span", "1 steps", "gives a branch at 3 times the batch too few updates (2)"):
+    with rejected("--span", "1 steps", "at 3 times the batch size too few updates (2)"):
         span("1 steps", [1, 2, 3], recipe())
     assert span("12 steps", [1, 2, 3], recipe()) == 12
 
