@@ -17,7 +17,7 @@ import jax
 from lamb_tpu.cluster import distributed
 from lamb_tpu.errors import UserError, listed
 
-# Limit of one request to the service; Ctrl-C is handled between two requests.
+# Time limit of one request to the service; Ctrl-C is handled only between requests.
 _REQUEST_SECONDS = 10
 _LISTED = 4  # processes in a message
 _VALUES = 3  # different values in a message
@@ -37,13 +37,13 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
     """Raises a UserError in every process if `values` differ; all processes must call it.
 
     Waits for the slowest process. If a process ends instead, JAX ends the others. The message names
-    the first key that differs, such as 'config.seed', and `remedy` of this key.
+    the first key that differs, such as 'config.seed', and ends with `remedy(key)`.
     """
     index, count = distributed.index_and_count()
     if count == 1:
         return
     prefix, text = f"lamb_tpu/agreement/{next(_numbers)}", json.dumps(values)
-    # Sort the keys: their order matters only for messages.
+    # The order of the keys matters only for messages, so it must not change the digest.
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     mine = json.dumps([digest, socket.gethostname()])
     client = distributed.client()
@@ -85,14 +85,14 @@ def sentence(groups: Sequence[Group], remedy: Callable[[str], str]) -> str:
         value = group.values.get(key)
         text = "missing" if value is None else _short(value)
         processes_of.setdefault(text, []).extend(group.processes)
-    # The smallest group first, because its value is most likely the wrong one.
+    # List the smallest group first, because its value is most likely the wrong one.
     order = sorted(
         processes_of, key=lambda value: (len(processes_of[value]), -processes_of[value][0][0])
     )
     parts = [f"{value} on {_processes(sorted(processes_of[value]))}" for value in order[:_VALUES]]
     if len(order) > _VALUES:
         parts.append(
-            f"other values on {sum(len(processes_of[value]) for value in order[_VALUES:])} more"
+            f"something else on {sum(len(processes_of[value]) for value in order[_VALUES:])} more"
         )
     more = ""
     if others:

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, even if it is killed, and that a signal can end.
+"""Child processes that end with their parent, even if the parent is killed.
 
 All code that starts a process uses this module, so that no process is left behind.
 """
@@ -20,7 +20,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def follow_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Makes this process get the signal `number` when its parent ends; on SIGTERM, a run saves.
+    """Sends this process the signal `number` when its parent ends; on SIGTERM, a run saves.
 
     On Linux, the kernel sends the signal when the thread that started this process ends. Elsewhere,
     a thread checks the parent twice a second. `parent` is the parent's process id, which must be
@@ -43,7 +43,7 @@ def _poll(parent: int, number: int) -> None:
 def following(number: int = signal.SIGKILL) -> Callable[[], None] | None:
     """Returns a `preexec_fn` for `subprocess.Popen`: the child gets a signal when this process ends.
 
-    Returns None except on Linux: elsewhere, a foreign program cannot be tied to its parent.
+    Returns None except on Linux: elsewhere, an arbitrary program cannot be tied to its parent.
     """
     if _prctl is None:
         return None
@@ -55,7 +55,7 @@ def following(number: int = signal.SIGKILL) -> Callable[[], None] | None:
 def default_signals() -> Iterator[None]:
     """Lets SIGINT, SIGTERM and SIGHUP end the process at once during the block.
 
-    This is for long library calls, during which Python calls no signal handlers. Ignored signals,
+    Use it around long library calls, during which Python runs no signal handlers. Ignored signals,
     such as SIGHUP under nohup, stay ignored.
     """
     before = {}

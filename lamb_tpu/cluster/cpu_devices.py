@@ -7,8 +7,8 @@ from absl import flags
 
 from lamb_tpu.errors import UserError
 
-# The runtime starts NPROC threads. With fewer threads than programs in progress on all devices, an
-# all-reduce can wait forever.
+# XLA's CPU runtime starts NPROC threads. If more programs than threads are in progress on all devices
+# together, an all-reduce can deadlock.
 _THREADS = 32
 _FORCED = "xla_force_host_platform_device_count"
 
@@ -30,7 +30,7 @@ def make(count: int) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     if _FORCED in given:
         problem = f"conflicts with XLA_FLAGS={given!r}, which also sets the number of devices"
-        raise UserError("--cpu-devices", count, problem, "leave out one of the two")
+        raise UserError("--cpu-devices", count, problem, "set only one of the two")
     if count > 1:
         os.environ.setdefault("NPROC", str(max(_THREADS, 4 * count)))
     jax.config.update("jax_num_cpu_devices", count)

@@ -1,8 +1,8 @@
-"""Runs of several processes: joining them, and ending a process that fails or hangs.
+"""Runs of several processes: joins the processes, and ends a process that fails or hangs.
 
-JAX's coordination service ends a process with SIGABRT if it cannot join the others. A process that
-fails waits at exit for the others, which wait for it in a collective operation. This module detects
-such failures earlier, and ends the processes with a message.
+JAX's coordination service aborts a process that cannot join the others. A process that fails waits at
+exit for the others, while the others wait for it in a collective operation. This module detects such
+failures earlier, and ends the processes with a message.
 """
 
 import _thread
@@ -41,8 +41,8 @@ HEARTBEAT_SECONDS = 60
 SHUTDOWN_SECONDS = 120
 # JAX must give up later than this module, because JAX's message does not help.
 _MARGIN_SECONDS = 60
-_SENTENCE_BYTES = 2048  # length of an error sent to the other processes
-# Time that `leave` gives `relay` to write the last output.
+_SENTENCE_BYTES = 2048  # longest error that is sent to other processes
+# Time that `leave` waits for `relay` to write the last output.
 _RELAY_SECONDS = 5
 _relay: subprocess.Popen | None = None
 # Time that processes wait for each other if all end with the same error, so that all print it.
@@ -58,7 +58,7 @@ _meetings = itertools.count()
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with the process flags; in a run of several processes, filters stderr."""
+    """Calls `initialize` with the process flags; in a joined run, filters stderr and follows notices."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
@@ -88,7 +88,7 @@ def initialize(
       num_processes: number of processes of the run, at least 1.
       process_id: id of this process, 0 to `num_processes - 1`.
       initialization_seconds: time to wait for all processes.
-      heartbeat_seconds: time without a heartbeat from a process, after which all others end.
+      heartbeat_seconds: time without a heartbeat from a process after which all others end.
       shutdown_seconds: time that the first process to end waits for the last.
 
     Raises:
@@ -104,7 +104,7 @@ def initialize(
     # JAX also reads Open MPI's variables, but JAX 0.10 does not read those of Open MPI 5.
     count = _first(num_processes, "JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE")
     index = _first(process_id, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK")
-    # A run of one process joins nothing. `_check` rejects one process with an index other than 0.
+    # A run of one process has nothing to join. `_check` rejects a single process with an index above 0.
     if count == 1 and not index:
         return
     complete = None not in (address, count, index)
@@ -118,7 +118,7 @@ def initialize(
         return max(0.0, began + initialization_seconds - time.monotonic())
 
     _leave_when_aborted()
-    # Check before JAX is called, because it would wait or abort.
+    # Check the port before calling JAX, which would wait or abort.
     if index == 0:
         _check_port(address)
     else:
@@ -143,7 +143,7 @@ def initialize(
 
 
 def _leave_when_aborted() -> None:
-    """Makes JAX's abort after the loss of another process an exit with `signals.LOST_PEER`.
+    """Turns JAX's abort after the loss of another process into an exit with `signals.LOST_PEER`.
 
     JAX aborts from a C++ thread, where Python cannot handle the signal. Therefore the handler of
     SIGABRT is the C library's `_exit`, which uses the signal's number as the status.
@@ -156,7 +156,7 @@ def _leave_when_aborted() -> None:
 
 def announce_end() -> None:
     """Asks the other processes to end with this one, unless they have something to save."""
-    with contextlib.suppress(Exception):  # only one process, or the processes have not met yet
+    with contextlib.suppress(Exception):  # there is only one process, or it has not joined yet
         client().key_value_set(_NOTICES[1], "1", allow_overwrite=True)
 
 
@@ -196,7 +196,7 @@ def _follow(over: threading.Event) -> None:
 
 
 def meet() -> None:
-    """Waits until all processes of the run have called this function equally often."""
+    """Waits until all processes of the run have called this function the same number of times."""
     client().wait_at_barrier(f"lamb_tpu/meeting/{next(_meetings)}", _MEETING_SECONDS * 1000)
 
 
@@ -232,7 +232,7 @@ def _detect(
             raise UserError(
                 "JAX",
                 ...,
-                f"finds a cluster but not this process in it ({type(error).__name__}: {cause})",
+                f"detects a cluster but cannot read its settings ({type(error).__name__}: {cause})",
                 "give --coordinator-address, --num-processes and --process-id, or --num-processes=1",
             ) from error
     return address, count, index
@@ -245,11 +245,11 @@ def _check(address: str | None, count: int | None, index: int | None) -> tuple[s
         raise out_of_range("--num-processes", count, "at least 1")
     missing = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]
     if address is None or count is None or index is None:
-        known = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        known = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         problem = f"lacks {listed(missing, 'and')}"
-        remedy = "give these flags, or start the run with lamb_tpu.launch, srun or mpirun"
-        raise UserError(f"one process of several ({known})", ..., problem, remedy)
-    # A process with an id out of range would wait in vain.
+        remedy = "add each missing flag, or start the run with lamb_tpu.launch, srun or mpirun"
+        raise UserError(f"this process ({known})", ..., problem, remedy)
+    # A process with an id out of range would wait forever.
     if not 0 <= index < count:
         valid = f"at least 0 and less than --num-processes={count}"
         raise out_of_range("--process-id", index, valid)
@@ -293,7 +293,7 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
                     who,
                     ...,
                     f"could not reach process 0 at {address} in {seconds} s ({reason(error)})",
-                    "check that process 0 runs, that the address is right, and that no firewall blocks it",
+                    "check that process 0 is running, the address is right, and no firewall blocks it",
                 ) from None
         time.sleep(0.2)
 
@@ -349,7 +349,7 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         failure = error
-    # Not in the `except` block: processes without an error must take part.
+    # Call this outside the `except` block, because processes without an error must take part.
     agree(failure)
 
 
@@ -358,7 +358,7 @@ def relay_stderr() -> None:
     global _relay
     reading, writing = os.pipe()
     _relay = subprocess.Popen(
-        # Isolated and without site-packages, to start fast.
+        # Run isolated and without site-packages, to start fast.
         [sys.executable, "-I", "-S", str(pathlib.Path(__file__).with_name("relay.py"))],
         stdin=reading,
         stdout=subprocess.DEVNULL,
@@ -419,7 +419,7 @@ def index_and_count() -> tuple[int, int]:
 class Watchdog:
     """Ends the process if `progress` is not called within a limit in seconds; 0: no limit.
 
-    The coordination service detects a process that is dead or stopped. A process that hangs in a
+    The coordination service detects a process that is dead or stopped. A process that hangs on a
     file system or a lock counts as alive, and the others would wait forever. The limit includes
     compiling, saving, and waiting for the slowest process. Use as a context manager.
     """

@@ -1,4 +1,4 @@
-"""Requests to end a run: SIGTERM and Ctrl-C, after which the run saves, and failed writes."""
+"""Events that end a run: SIGTERM and Ctrl-C, after which the run saves, and failed writes."""
 
 import contextlib
 import itertools

@@ -29,11 +29,11 @@ _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 def relay(source: BinaryIO, target: BinaryIO) -> None:
     """Copies lines to the end, and shortens the output of an abort that another process caused."""
     held: list[bytes] = []  # lines of JAX's log; written at the end if there was no abort
-    fatal: list[bytes] = []  # lines from the abort on
+    fatal: list[bytes] = []  # lines since the abort
     reported = False
     # Copy line by line, not in blocks, so that output appears when it is written.
     for line in iter(source.readline, b""):
-        # If the process has already printed an error, add nothing of the log.
+        # If the process has already printed an error, print nothing from the log.
         is_error = line.startswith(b"error: ")
         reported |= is_error
         # Only stacks of C++ and Python follow the abort.

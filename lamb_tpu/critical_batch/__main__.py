@@ -1,4 +1,4 @@
-"""Measures the critical batch size: the largest batch size that loses nothing with the same examples.
+"""Measures the critical batch size, the largest that reaches about the same loss with the same examples.
 
   python -m lamb_tpu.critical_batch --workdir=RUN --at='10, 30, 60 percent'
   python -m lamb_tpu.critical_batch --workdir=RUN --at='5 epochs, 20 epochs' \\
@@ -15,7 +15,7 @@ The learning rate of a branch is the run's schedule at the examples seen, times 
 --scaling; there is no new warm-up.
 
 The loss is measured on the full --split, without dropout or augmentation. It is the mean of
-measurements after 5, 6, 7 and 8 eighths of the branch, rounded up to updates that all factors have.
+measurements after 5, 6, 7 and 8 eighths of the branch, rounded up to whole updates of every factor.
 A batch size is within the tolerance if its loss exceeds the loss at the run's batch size by at most
 the fraction --tolerance; both are means over --seeds. The critical batch size is the largest batch
 size up to which all batch sizes of the study are within the tolerance. The batch size at which the

@@ -22,7 +22,7 @@ _MEASURED = (5 / 8, 6 / 8, 7 / 8, 1.0)
 
 
 def default_scaling(rule: str, optimizer: str) -> str:
-    """Returns the rule by which a run's learning rate follows its batch size.
+    """Returns the rule by which a run's learning rate scales with the batch size.
 
     The rule is 'identity', 'linear' or 'sqrt'. For LEGW it is 'sqrt'; LEGW's rule for the warm-up does
     not apply to a branch.
@@ -119,7 +119,7 @@ class Branches:
         measure: Callable[[TrainState], float],
         trained: Callable[[int], None] = lambda examples: None,
     ) -> list[float]:
-        """Trains a branch and returns its losses; NaN or infinite if it has diverged.
+        """Trains a branch and returns its losses, which are NaN or infinite if the branch diverges.
 
         Args:
           start: one of the starts.

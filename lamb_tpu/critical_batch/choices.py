@@ -94,8 +94,8 @@ def check(request: StudyRequest) -> list[int]:
     factors = [int(text) if re.fullmatch("[0-9]{1,9}", text) else 0 for text in texts]
     is_ascending = all(low < high for low, high in itertools.pairwise(factors))
     if factors[0] != 1 or len(factors) < 2 or not is_ascending:
-        problem = "does not ascend from 1"
-        raise UserError("--factors", request.factors, problem, "use whole numbers such as 1,2,4,8")
+        problem = "must be two or more whole numbers that ascend from 1"
+        raise UserError("--factors", request.factors, problem, "use numbers such as 1,2,4,8")
     return factors
 
 
@@ -117,10 +117,7 @@ def positions(text: str) -> list[durations.Duration]:
 def choose(
     run: Run, request: StudyRequest, factors: Sequence[int], checkpoints: Sequence[int]
 ) -> Study:
-    """Returns the branches that a request requires.
-
-    `factors` are those of `check`; `checkpoints` are the ascending updates of the run's checkpoints.
-    """
+    """Returns the study of a request; `checkpoints` are the ascending updates of the checkpoints."""
     length = span(request.span, factors, run.recipe)
     return Study(
         starts=starts(request.at, checkpoints, length, run.recipe),
@@ -143,7 +140,7 @@ def span(text: str, factors: Sequence[int], recipe: Recipe) -> int:
     rounded = math.ceil(updates / unit) * unit
     if rounded // largest < _LEAST_UPDATES:
         least = math.ceil(_LEAST_UPDATES * largest / unit) * unit
-        problem = f"gives a branch at {largest} times the batch only {rounded // largest} updates"
+        problem = f"gives a branch at {largest} times the batch size too few updates ({rounded // largest})"
         remedy = f"use at least '{least} steps', or smaller --factors"
         raise UserError("--span", text, problem, remedy)
     return rounded
@@ -162,22 +159,25 @@ def starts(text: str, checkpoints: Sequence[int], length: int, recipe: Recipe) -
             raise UserError(
                 "--at",
                 str(position),
-                f"is update {wanted:,.0f}, far from the checkpoints, which are at updates {known}",
-                "use one of them, or a run with --config.checkpoint.keep_every='10 percent'",
+                f"is update {wanted:,.0f}, far from the checkpoints at updates {known}",
+                "use one of these updates, or a run with --config.checkpoint.keep_every='10 percent'",
             )
         if nearest + length > total:
             raise UserError(
                 "--at",
                 str(position),
-                f"has a branch of {length:,} updates from update {nearest:,} on, but the run has {total:,}",
+                f"starts a branch of {length:,} updates at {nearest:,}, but the run has only {total:,}",
                 "use an earlier position, or a shorter --span",
             )
         # One program serves all positions, so branches must not overlap; see `branch.widened`.
         overlapping = [start for start in result if abs(start - nearest) < length]
         if overlapping:
-            problem = f"starts a branch of {length:,} updates at {nearest:,}, too near to {overlapping[0]:,}"
+            problem = (
+                f"starts a branch of {length:,} updates at update {nearest:,}, which overlaps the "
+                f"branch at update {overlapping[0]:,}"
+            )
             raise UserError(
-                "--at", str(position), problem, "leave one out, or give a shorter --span"
+                "--at", str(position), problem, "leave out one position, or use a shorter --span"
             )
         result.append(nearest)
     return sorted(result)
@@ -188,7 +188,5 @@ def _loss(names: Sequence[str], name: str | None) -> str:
     if name is None and losses:
         return losses[0]
     if name not in losses:
-        raise unknown(
-            "--metric", name, losses or ["a metric that is a loss (this evaluation has none)"]
-        )
+        raise unknown("--metric", name, losses or ["a run whose evaluation measures a loss"])
     return name

@@ -64,7 +64,7 @@ def measure(
         raise UserError(
             "--num-processes",
             jax.process_count(),
-            "is more than the one process that trains branches",
+            "is more than the single process that branches need",
             "use --num-processes=1 on one machine",
         )
     factors = check(request)
@@ -74,7 +74,7 @@ def measure(
         raise UserError(
             f"--workdir {folder.path}",
             problem="has no checkpoint yet",
-            remedy="train the run until it has one",
+            remedy="train the run until it saves a checkpoint",
         )
     if config is None:
         if not trust_workdir:
@@ -111,21 +111,21 @@ def _check_run(run: Run, folder: pathlib.Path) -> None:
     """Rejects a run for which branches cannot measure the critical batch size."""
     spec, problem, remedy = run.spec, "", ""
     if run.recipe.path is not None:
-        problem = f"holds a run whose batch changes by config.batch_rule {spec.batch_rule.name!r}"
+        problem = f"holds a run whose batch size follows config.batch_rule={spec.batch_rule.name!r}"
         remedy = "use a run with a constant batch size"
     elif has_agvm(spec):
         problem = "holds a run under config.optimizer.agvm, which needs statistics of each batch"
-        remedy = "use a run without it, because branches do not measure these statistics"
+        remedy = "use a run without agvm, because branches do not measure these statistics"
     elif run.exchange is not None and run.exchange.keeps_residual:
         problem = (
             f"holds a run with config.parallel.exchange.name={spec.parallel.exchange.name!r}, "
-            "whose compression error depends on the batch"
+            "whose compression error depends on the batch size"
         )
         remedy = "use a run with the exchange 'float32' or 'bfloat16'"
     elif run.train_set.streams is not None:
         problem = (
             f"holds a run on {data.title(run.train_set)}, where the batch size is the number of "
-            "text streams, so a branch at another batch would read other text"
+            "text streams, so a branch at another batch size would read different text"
         )
         remedy = "use a run on another data set"
     if problem:
@@ -198,8 +198,8 @@ def _excesses(study: Study, start: int, losses: Mapping[str, float]) -> list[Exc
             raise UserError(
                 "--at",
                 f"{start} steps",
-                f"has a branch at the run's own batch size with a {study.metric} of {loss}, to which "
-                "no other loss can be compared",
+                f"has a branch at the run's own batch size with a {study.metric} of {loss}, so the "
+                "other losses cannot be compared with it",
                 "leave this position out",
             )
     return [excess(by_factor[factor], by_factor[1]) for factor in study.factors]

@@ -41,7 +41,7 @@ _PATCH_BYTES = 2**22  # size of the patches in one iteration, which stay in the 
 
 
 class _How(NamedTuple):
-    """The arguments of a convolution; pads are the pixels (before, after) of each axis."""
+    """The arguments of a convolution; `pads` has the padding pixels (before, after) of each axis."""
 
     strides: tuple[int, ...]
     pads: tuple[tuple[int, int], ...]
@@ -74,12 +74,12 @@ def convolve(
       (batch, height, width, outputs), differentiable in reverse mode.
 
     Raises:
-      ValueError: a dilation, a precision or another order of axes is given.
+      ValueError: a dilation other than 1, a precision, or an order of axes other than NHWC is given.
     """
     order = lax.conv_dimension_numbers(x.shape, kernel.shape, _NHWC)
     plain = {*lhs_dilation, *rhs_dilation} == {1} and precision is None
     if not plain or dimension_numbers not in (None, order):
-        raise ValueError("convolve supports only NHWC images without dilation and precision")
+        raise ValueError("convolve needs NHWC images, dilations of 1, and precision=None")
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
     how = _How(

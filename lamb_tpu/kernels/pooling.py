@@ -1,8 +1,8 @@
 """Max pooling as element-wise maxima, with selects as gradients.
 
 The gradient of JAX's window reduction is a select-and-scatter, which takes XLA's CPU backend
-several times as long. If several pixels of a window are the largest, they share the gradient. After
-a ReLU, such pixels are zeros, whose gradient is 0 anyway.
+several times as long. If several pixels of a window have the largest value, they share the gradient.
+After a ReLU, such pixels are zeros, whose gradient is 0 anyway.
 """
 
 import flax.linen as nn

@@ -30,7 +30,7 @@ def dot_general(
     Args:
       x: (..., inputs).
       kernel: (inputs, outputs).
-      dimension_numbers: must contract the axes `inputs`, as in `nn.Dense`; None for the same.
+      dimension_numbers: must contract the axes `inputs`, as in `nn.Dense`; None: these axes.
       precision: must be None, the default of `jax.lax`.
       preferred_element_type: dtype of the sums and of the result; None for the factors' dtype.
 
@@ -38,12 +38,12 @@ def dot_general(
       (..., outputs). Differentiable in reverse mode; its gradient is differentiable in both modes.
 
     Raises:
-      ValueError: other axes or a precision are given.
+      ValueError: other axes are contracted, the kernel is not a matrix, or a precision is given.
     """
     ours = _numbers(x)
     if dimension_numbers not in (None, ours) or kernel.ndim != 2 or precision is not None:
         raise ValueError(
-            "dot_general supports only (..., inputs) times (inputs, outputs) without precision"
+            "dot_general needs factors (..., inputs) and (inputs, outputs), and precision=None"
         )
     return _product(x, kernel, preferred_element_type)
 

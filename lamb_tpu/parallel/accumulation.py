@@ -30,7 +30,7 @@ def gradients(
     sharding: NamedSharding | None = None,
     carried: Collection[str] = (),
 ) -> tuple[Any, jax.Array, Any, Sums]:
-    """Returns the gradient of the loss: the sum of its terms, each divided by the term's weight.
+    """Returns the gradient of the loss, which is the sum of its terms, each divided by its weight.
 
     Each shard is cut into microbatches of n rows: row r of microbatch j is the shard's row j * n +
     r, so no example moves between devices. If rows have the order of `rows.microbatch_order`, a

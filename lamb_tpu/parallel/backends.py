@@ -128,7 +128,7 @@ class ShardMapBackend:
 
     def parts(self, params: Any) -> Any:
         def shard(leaf: jax.Array, axis: int, held: int) -> jax.Array:
-            # A leaf is replicated in the optimizer's state, or already a shard under FSDP.
+            # Keep leaves that are replicated in the optimizer's state, and FSDP's leaves, which are shards.
             if axis < 0 or held >= 0:
                 return leaf
             return collectives.local_part(leaf, axis, self._state_axis)

@@ -115,7 +115,7 @@ class ChangingStep(Microbatched):
           state: the train state, whose buffers are donated.
           microbatches: the batch; each microbatch has the shapes of the class's `microbatch`.
           rate: the learning rate, ignored without `optimizer_at`.
-          per_example: whether to take per-example gradients, if the statistics include them.
+          per_example: whether to measure per-example gradients, if the statistics include them.
           update: number of completed updates, which determines the stage.
 
         Raises:

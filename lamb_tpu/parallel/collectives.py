@@ -48,7 +48,7 @@ def reduce_scatter(
 
     Large arrays take two phases: a reduce-scatter within groups of neighbouring devices, and another
     among the devices with the same index in each group. With n devices the two phases together send
-    (n - 1) / n of the arrays, as one phase would. The TPU compiler keeps both phases, but turns one
+    (n - 1) / n of the arrays, as one phase would. The TPU compiler keeps both phases, but turns a single
     reduce-scatter over an entire slice into an all-reduce.
 
     Args:
@@ -86,8 +86,8 @@ def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
         return lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True)
     far = parts // near
     runs, places = _runs(near, far)
-    # First, within a group (`run`) of neighbours: device (run, index) gets the sums for the devices
-    # with its index in all groups. Then, across groups: it gets its own entry.
+    # The first phase is within a group (`run`) of neighbours: device (run, index) gets the sums for
+    # the devices with this index in all groups. In the second phase, across groups, it gets its entry.
     packed = packed.reshape(far, near, rows, lanes).swapaxes(0, 1)
     packed = packed.reshape(near, far * rows, lanes)
     packed = lax.psum_scatter(packed, name, scatter_dimension=0, tiled=True, axis_index_groups=runs)

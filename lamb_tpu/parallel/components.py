@@ -170,9 +170,9 @@ class Carry(StateComponent):
 
     The arrays are `value`, float32 (rows, *shape), and `example`, int32 (rows,), which has the index
     within the batch of the example in each row. With several microbatches the order of the rows
-    depends on the number of devices, see `rows.microbatch_order`, so a run that resumes on another
-    number of devices first reorders the rows. No two devices hold the same row, so there are no
-    copies to compare.
+    depends on the number of devices, see `rows.microbatch_order`, so a run that resumes on a
+    different number of devices first reorders the rows. No two devices hold the same row, so there
+    are no copies to compare.
     """
 
     shape: tuple[int, ...]  # shape of the state of one row

@@ -13,15 +13,15 @@ from lamb_tpu.tasks import Task
 
 
 def lipschitz(task: Task, state: TrainState, batch: Mapping[str, jax.Array]) -> jax.Array:
-    r"""Returns the local Lipschitz estimate of the gradient at a state, float32 ().
+    r"""Returns the local Lipschitz estimate of the gradient at a state, a float32 scalar.
 
     .. math:: L(x, g) = \frac{|g^T H g|}{\|g\|^2}
 
     for the gradient :math:`g` and the Hessian :math:`H` of the training loss over the rows of
     `batch`: the curvature along the gradient's direction. The estimate is 0 for a zero gradient. The
     second derivative is computed by applying reverse mode twice, because networks with custom
-    derivatives, such as an LSTM, lack forward mode. It takes the time and memory of a few gradients
-    of these rows. Dropout masks are those of the next update.
+    derivatives, such as an LSTM, lack forward mode. The estimate takes the time and memory of a few
+    gradients of these rows. Dropout masks are those of the next update.
 
     Args:
       task: the learning problem; its model names no mesh axes.

@@ -75,7 +75,7 @@ def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """Returns the sizes of the axes in `AXES`, with -1 replaced."""
     if set(shape) - set(AXES) or DATA_AXIS not in shape:
         remedy = f"use data and, if needed, {listed(AXES[1:], 'and')}"
-        raise UserError("config.mesh", dict(shape), "has an unknown axis or lacks data", remedy)
+        raise UserError("config.mesh", dict(shape), "has an unknown axis or lacks 'data'", remedy)
     sizes = {axis: shape.get(axis, 1) for axis in AXES}
     for axis, size in sizes.items():
         if type(size) is not int or (size < 1 and size != -1):
@@ -83,14 +83,14 @@ def _sizes(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
             raise out_of_range(f"config.mesh.{axis}", size, valid)
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        problem = f"cannot take the remaining devices beside config.mesh.{free[0]}=-1"
-        raise UserError(f"config.mesh.{free[1]}", -1, problem, "use -1 for one axis only")
+        problem = f"cannot take the remaining devices together with config.mesh.{free[0]}=-1"
+        raise UserError(f"config.mesh.{free[1]}", -1, problem, "use -1 for only one axis")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     # Without -1 the product of the sizes is the number of devices; with it, the product divides it.
     if num_devices % fixed or (not free and fixed != num_devices):
         remedy = (
-            f"use sizes with the product {num_devices}, or -1 for one axis and other sizes with a "
-            f"product that divides {num_devices}"
+            f"use sizes whose product is {num_devices}, or -1 for one axis and other sizes whose "
+            f"product divides {num_devices}"
         )
         raise UserError(
             "config.mesh", dict(shape), f"does not fit the {num_devices} device(s)", remedy

@@ -155,7 +155,7 @@ class Microbatched:
             weights, total = accumulated(state, microbatches)
             total = lax.with_sharding_constraint(total, self.held)
             # Keep the compiler from fusing operations before this point with operations after it, so
-            # that the update is compiled as it is with two separate programs.
+            # that the update compiles to the same code as in two separate programs.
             total = lax.optimization_barrier(row_major(total, self.mesh))
             measured = jax.tree.map(jnp.asarray, self.unmeasured)
             if measures:

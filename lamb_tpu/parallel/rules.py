@@ -52,7 +52,7 @@ def partition_params(
     checked = [check_rule(number, rule) for number, rule in enumerate(rules)]
 
     def sharding_of(name: str, leaf: Any, meta: ParameterMetadata) -> NamedSharding:
-        # Collects all matches, not only the first: the error for an unused rule says whether it
+        # Collect all matches, not only the first: the error for an unused rule says whether it
         # matches nothing, or only parameters that earlier rules decide.
         matching = [
             i for i, (pattern, _) in enumerate(checked) if parameters.matches(pattern, name)
@@ -71,10 +71,10 @@ def partition_params(
                 raise UserError(
                     where,
                     split,
-                    f"splits {name!r} of shape {leaf.shape}, and no axis of it, except for axes that "
-                    f"stack layers, is divisible by the {parts} devices of the mesh axis "
+                    f"cannot split {name!r} of shape {leaf.shape}, because none of its axes (other than "
+                    f"axes that stack layers) is divisible by the {parts} devices of the mesh axis "
                     f"{mesh_lib.state_axis(mesh)!r}",
-                    "add an earlier rule that makes it 'replicated'",
+                    "add an earlier rule that makes this parameter 'replicated'",
                 )
             spec = split_spec(PartitionSpec(), axis, mesh)
         else:
@@ -100,7 +100,7 @@ def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
     """Returns rule `number` with its regex compiled. Raises UserError if the rule is malformed."""
     where = f"config.parallel.rules[{number}]"
     if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2:
-        remedy = "use a pair of a regular expression and how to split, such as ('kernel', 'fsdp')"
+        remedy = "use a pair (regular expression, how to split), such as ('kernel', 'fsdp')"
         raise UserError(where, rule, "is not a pair", remedy)
     pattern, split = rule
     try:
@@ -115,7 +115,7 @@ def check_rule(number: int, rule: Any) -> tuple[re.Pattern, Any]:
             where,
             split,
             "is not a way to split a parameter",
-            f"use {', '.join(TYPES)} or a list with a mesh axis or None for each axis of the parameter",
+            f"use {', '.join(TYPES)}, or a list with a mesh axis or None for each axis of the parameter",
         )
     for axis in split:
         if axis is not None and axis not in mesh_lib.AXES:
@@ -133,9 +133,9 @@ def _spec(
     split: Sequence[str | None], shape: tuple[int, ...], mesh: Mesh, where: str, name: str
 ) -> PartitionSpec:
     if len(split) > len(shape):
-        problem = f"has {len(split)} entries, and {name!r} has the shape {shape}"
+        problem = f"has {len(split)} entries, but {name!r} has the shape {shape}"
         raise UserError(
-            where, list(split), problem, "give one entry for each axis of the parameter"
+            where, list(split), problem, "give at most one entry for each axis of the parameter"
         )
     # Ignore axes that the mesh lacks, so that the same rules can be used on any mesh.
     axes = [axis if axis in mesh.shape else None for axis in split]
@@ -168,7 +168,7 @@ def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
     if sequence == 1:
         return ()
     if length % sequence:
-        problem = f"does not divide the sequences of {length} tokens"
+        problem = f"does not divide the sequence length, {length} tokens"
         raise UserError("config.mesh.sequence", sequence, problem, f"use a divisor of {length}")
     # In attention a device has full sequences for some of the heads. Both axes split the heads.
     if num_heads % (sequence * model):
@@ -187,7 +187,7 @@ def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[st
     # All devices along an axis that splits nothing would do the same computation.
     used = {*mesh_lib.BATCH_AXES, *activation_axes, *named}
     for axis in (axis for axis in mesh.shape if axis not in used):
-        remedy = "use 1, or give config.parallel.rules that name the axis"
+        remedy = "use 1, or add a rule to config.parallel.rules that names the axis"
         raise UserError(f"config.mesh.{axis}", mesh.shape[axis], "splits nothing", remedy)
 
 
@@ -227,17 +227,17 @@ def check_named(shardings: Any, mesh: Mesh, metadata: Any) -> None:
 
     Raises:
       UserError: a parameter is split over a mesh axis other than the state axis, or along an axis
-        that stacks layers, where the program could not compute each layer's norm separately.
+        that stacks layers, so the program could not compute each layer's norm separately.
     """
     state = mesh_lib.state_axis(mesh)
     paths, layers = parameters.leaf_paths(shardings), jax.tree.leaves(metadata)
     for path, sharding, meta in zip(paths, jax.tree.leaves(shardings), layers, strict=True):
         for axis, entry in enumerate(sharding.spec):
             if entry not in (None, state):
-                how, remedy = f"over {entry!r}", f"split it over {state!r} alone"
+                how, remedy = f"over {entry!r}", f"split this parameter over {state!r} alone"
             elif entry and axis in meta.layer_axes:
                 how = f"along axis {axis}, which stacks layers"
-                remedy = "split another axis"
+                remedy = "split another axis of this parameter"
             else:
                 continue
             problem = f"cannot gather {path!r}, which config.parallel.rules split {how}"

@@ -23,7 +23,7 @@ _FIELDS = ("step", "params", "model_state", "opt_state", "key")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an update changes and a checkpoint holds.
+    """The state that an update takes and returns, and that a checkpoint holds.
 
     In the pytree, and so in a checkpoint, components are siblings of the other attributes.
     """

@@ -17,8 +17,8 @@ def check_statistics(
     """Rejects a model that has batch statistics other than those of `models.norm.BatchNorm`.
 
     A layer such as Flax's `nn.BatchNorm` normalises with the statistics of the examples that it sees:
-    a device's shard inside shard_map, a microbatch under accumulation. The network would then compute
-    something else, and its running averages would cover only part of the batch. The loss is only
+    a device's shard inside shard_map, a microbatch under accumulation. The network's outputs
+    would then differ, and its running averages would cover only part of the batch. The loss is only
     traced; nothing is computed.
 
     Args:
@@ -61,7 +61,7 @@ def check_statistics(
     if layers:
         listed = ", ".join(map(repr, list(dict.fromkeys(layers))[:4]))
         raise ValueError(
-            f"the model's layer {listed} has its own statistics, which would cover only part of the "
+            f"the model has running statistics in {listed}, which would cover only part of the "
             "batch with config.parallel.backend='shard_map' or with microbatches; use "
             "lamb_tpu.models.norm.BatchNorm instead, or config.parallel.backend='jit' without "
             "microbatches"

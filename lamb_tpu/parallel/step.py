@@ -92,7 +92,7 @@ def make_train_step(
       task, tx: see `update.make_update`.
       layout: shardings of parameters and moments.
       shardings: shardings of the state, see `state.state_shardings`.
-      backend: 'jit' (the compiler places the collectives) or 'shard_map' (the program names them).
+      backend: 'jit' (the compiler places the collectives) or 'shard_map' (the program calls them).
       exchange: under shard_map, sums the gradients; None: gradients are sent unchanged.
       stage: see `stage_at`.
       updates: number of updates in a call.
@@ -163,8 +163,8 @@ def _in_turn(
                 batch = read(held, batch)
                 if constrain is not None:
                     batch = jax.lax.with_sharding_constraint(batch, constrain)
-                # Keep the compiler from fusing `read` with the update, so that the update is compiled
-                # as it is for a batch from the host.
+                # Keep the compiler from fusing `read` with the update, so that the update compiles to
+                # the same code as for a batch from the host.
                 batch = jax.lax.optimization_barrier(batch)
             return update(state, batch)
 

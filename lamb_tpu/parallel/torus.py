@@ -19,9 +19,9 @@ def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
     """Orders the devices of one slice so that each group of `replicas` devices is close together.
 
     A group of up to 16 replicas is a segment of a path through the entire torus. The path goes from
-    neighbour to neighbour and visits both cores of a chip in a row. A larger group is a tile, as in
-    the EfficientNet paper: the box with `replicas` devices that tiles the torus and has the
-    smallest sum of sides, on a flat torus the rectangle nearest to a square. Within a tile the
+    neighbour to neighbour and visits the two cores of a chip consecutively. A larger group is a
+    tile, as in the EfficientNet paper: the box with `replicas` devices that tiles the torus and has
+    the smallest sum of sides, on a flat torus the rectangle nearest to a square. Within a tile the
     order is again a path.
 
     TPU devices have `coords`, the chip's (x, y, z), and `core_on_chip`. The order is unchanged if

@@ -31,10 +31,7 @@ Backend = backends.JitBackend | backends.ShardMapBackend
 
 
 class Gradients(NamedTuple):
-    """Results of the accumulation over the rows that a program sees.
-
-    The first four add up over devices.
-    """
+    """Results of the accumulation over a program's rows; the first four fields add up over devices."""
 
     grads: Any  # the gradient of these rows' share of the loss
     loss: jax.Array  # these rows' share of the loss

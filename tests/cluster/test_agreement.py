@@ -1,4 +1,4 @@
-"""The message about processes that differ, without starting processes."""
+"""Tests the comparison of processes' settings, with threads in place of processes."""
 
 import queue
 import threading
@@ -43,7 +43,7 @@ def test_fewest_processes_first() -> None:
 def test_many_values_and_keys() -> None:
     assert message(*({"a": str(i)} for i in range(5))) == (
         "a is 4 on process 4 (host h4), 3 on process 3 (host h3), 2 on process 2 (host h2) and "
-        "other values on 2 more; fix a"
+        "something else on 2 more; fix a"
     )
     keys = "abcdefg"
     assert "; b, c, d, e and 2 more differ too; " in message(
@@ -117,5 +117,5 @@ def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str],
 
 
 def test_one_process_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "client", lambda: pytest.fail("it asks the service"))
+    monkeypatch.setattr(distributed, "client", lambda: pytest.fail("uses the service"))
     agreement.compare({"a": "1"}, str)

@@ -1,4 +1,4 @@
-"""Children end with their parent, and a signal ends a child in a library call at once."""
+"""Tests that children end with their parent, and that a signal ends a library call at once."""
 
 import signal
 import subprocess

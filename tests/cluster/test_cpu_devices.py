@@ -16,7 +16,7 @@ from tests.raising import rejected
 
 def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    with rejected("--cpu-devices", 2, "conflicts with XLA_FLAGS", "leave out one of the two"):
+    with rejected("--cpu-devices", 2, "conflicts with XLA_FLAGS", "set only one of the two"):
         cpu_devices.make(2)
 
 

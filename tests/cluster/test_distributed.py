@@ -1,4 +1,4 @@
-"""Joining the processes of a run: detected and rejected settings, and how a process leaves."""
+"""Tests joining the processes of a run: detected and rejected settings, and how a process leaves."""
 
 import os
 import socket
@@ -162,9 +162,9 @@ def test_cluster_that_cannot_be_read(joined: list, monkeypatch: pytest.MonkeyPat
     [
         (
             (None, 2, None),
-            ("*(num_processes 2)", ..., "lacks --coordinator-address and --process-id"),
+            ("*(num_processes=2)", ..., "lacks --coordinator-address and --process-id"),
         ),
-        (("a:1", None, None), ("*(coordinator_address a:1)", ..., "lacks --num-processes and --p")),
+        (("a:1", None, None), ("*(coordinator_address=a:1)", ..., "lacks --num-processes and --p")),
         (("a", 2, 0), ("--coordinator-address", "a", "is not an address", "use HOST:PORT")),
         (("a:0", 2, 0), ("--coordinator-address", "a:0", "is not an address", "use HOST:PORT")),
         (("a:1", 2, 2), ("--process-id", 2, "is out of range", "less than --num-processes=2")),
@@ -225,7 +225,7 @@ def test_no_thread_is_in_jax_when_the_interpreter_ends() -> None:
         "        time.sleep(0.2)\n"
         "        raise jax.errors.JaxRuntimeError('there is no such key')\n"
         "distributed.client, distributed._NOTICE_SECONDS = Client, 0.001\n"
-        # Called after the handlers that are registered later.
+        # Exit handlers run in reverse order, so this handler runs last.
         "atexit.register(lambda: print(thread.is_alive()))\n"
         "thread = distributed.follow_notices()\n"
         "time.sleep(0.1)\n"
@@ -253,7 +253,7 @@ def test_flags() -> None:
 
 
 def test_leaving_a_run_of_one_process() -> None:
-    """A run of one process exits ordinarily, with its exit handlers."""
+    """A run of one process exits normally, with its exit handlers."""
     done, _ = run(
         "import atexit\n"
         "atexit.register(print, 'handlers run')\n"
@@ -308,7 +308,7 @@ def test_error_of_one_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match="^own$"), distributed.together():
         raise UserError("own")
     with pytest.raises(KeyError), distributed.together():
-        raise KeyError  # other exceptions are raised without waiting
+        raise KeyError  # other exceptions are raised without waiting for the other processes
     # Values gathered from three processes: first whether there is an error, then its text.
     others = iter([[False, True], ["", "its disk is full: ä"]])
 

@@ -9,7 +9,9 @@ import pytest
 from lamb_tpu.cluster import host
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="the system cannot bind a process to cores"
+)
 def test_cores_are_those_that_this_process_may_use() -> None:
     mine = os.sched_getaffinity(0)
     assert host.num_cores() == len(mine)

@@ -61,7 +61,7 @@ def test_hosts_of_a_tpu_vm(metadata: dict[str, str], endpoints: str) -> None:
 def test_one_host_is_a_run_of_one_process(metadata: dict[str, str]) -> None:
     metadata |= {"agent-worker-number": "0", "worker-network-endpoints": "127.0.0.1", "tpu-env": ""}
     assert detected() == (f"127.0.0.1:{PORT}", 1, 0)
-    distributed.initialize()  # must not join: it would listen, and wait in vain
+    distributed.initialize()  # must not join: process 0 would wait forever
 
 
 def test_slices_of_a_queued_resource(metadata: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""At its batch size, a branch equals the run; at larger batch sizes, it equals updates made by hand."""
+"""Compares branches with the run at its batch size, and with updates by hand at larger batch sizes."""
 
 import dataclasses
 import doctest
@@ -92,7 +92,7 @@ def test_weight_decay_keeps_its_timescale(tmp_path: pathlib.Path) -> None:
             tmp_path / folder,
         )
 
-    # Equals the weight decay of a run at twice the batch size under the same rule.
+    # The branch has the weight decay of a run at twice the batch size under the same rule.
     run, larger = recipe("a"), recipe("b", batch_size=128)
     actual = widened(run, [4], 2, math.sqrt(2)).recipe.weight_decay
     assert actual == pytest.approx(larger.recipe.weight_decay) != run.recipe.weight_decay
@@ -190,7 +190,7 @@ def test_all_batches_read_the_same_examples(trained: pathlib.Path, in_buckets: b
         # Sort: a larger batch has its examples in the order of its microbatches.
         read.append([sorted(source.read[at : at + 128]) for at in range(0, 8 * 64, 128)])
     assert read[0] == read[1]
-    # Two different epochs.
+    # The batches are from two epochs with different orders.
     assert sorted(read[0][0] + read[0][1]) == list(range(256)) and read[0][0] != read[0][2]
 
 
@@ -217,5 +217,5 @@ def test_models_that_need_the_whole_batch(custom_folder: pathlib.Path) -> None:
     settings.model = ConfigDict({"name": "my_broken:in_a_list"})
     settings.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.1, "rules": "all"})
     run = prepare(settings, custom_folder / "run")
-    with rejected("config.model", ..., ": the model's layer 'calls/count' has its own"):
+    with rejected("config.model", ..., ": the model has running statistics in 'calls/count'"):
         widened(run, [4], 2, 1.0)

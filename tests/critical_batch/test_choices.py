@@ -53,12 +53,12 @@ def test_positions_are_the_nearest_checkpoints() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"factors": "2,4"}, ("--factors", "2,4", "does not ascend from 1")),
-        ({"factors": "1"}, ("--factors", "1", "does not ascend from 1")),
-        ({"factors": "1,2,2"}, ("--factors", "1,2,2", "does not ascend from 1")),
-        ({"factors": "1,4,2"}, ("--factors", "1,4,2", "does not ascend from 1")),
-        ({"factors": "1,2.5"}, ("--factors", "1,2.5", "does not ascend from 1")),
-        ({"factors": "1,,2"}, ("--factors", "1,,2", "does not ascend from 1")),
+        ({"factors": "2,4"}, ("--factors", "2,4", "must be two or more")),
+        ({"factors": "1"}, ("--factors", "1", "must be two or more")),
+        ({"factors": "1,2,2"}, ("--factors", "1,2,2", "must be two or more")),
+        ({"factors": "1,4,2"}, ("--factors", "1,4,2", "must be two or more")),
+        ({"factors": "1,2.5"}, ("--factors", "1,2.5", "must be two or more")),
+        ({"factors": "1,,2"}, ("--factors", "1,,2", "must be two or more")),
         ({"tolerance": 0.0}, ("--tolerance", 0.0, "is out of range")),
         ({"tolerance": float("nan")}, ("--tolerance", ..., "is out of range")),
         ({"seeds": 0}, ("--seeds", 0, "is out of range", "use at least 1")),
@@ -82,23 +82,23 @@ def test_errors_that_need_no_run(change: dict[str, Any], message: tuple[Any, ...
     [
         (
             "20 percent",
-            "is update 200, far from the checkpoints, which are at updates 100 (10",
-            "use one of them, or a run with",
+            "is update 200, far from the checkpoints at updates 100 (10",
+            "use one of these updates, or a run with",
         ),
         (
             "99 percent",
-            "has a branch of 24 updates from update 992 on, but the run has 1,000",
+            "starts a branch of 24 updates at 992, but the run has only 1,000",
             "use an earlier position, or a shorter",
         ),
         (
             "30, 32 percent",
-            "starts a branch of 24 updates at 320, too near to 300",
-            "leave one out",
+            "starts a branch of 24 updates at update 320, which overlaps the branch at update 300",
+            "leave out one position",
         ),
         (
             "10, 10.1 percent",
-            "starts a branch of 24 updates at 100, too near to 100",
-            "give a shorter --span",
+            "starts a branch of 24 updates at update 100, which overlaps the branch at update 100",
+            "use a shorter --span",
         ),
     ],
 )
@@ -108,11 +108,11 @@ def test_positions_without_a_branch(at: str, problem: str, remedy: str) -> None:
 
 
 def test_too_few_updates() -> None:
-    problem = "gives a branch at 8 times the batch only 3 updates"
+    problem = "gives a branch at 8 times the batch size too few updates (3)"
     with rejected("--span", "2 percent", problem, "use at least '32 steps', or smaller"):
         span("2 percent", [1, 2, 8], recipe())
     assert span("32 steps", [1, 2, 8], recipe()) == 32
-    with rejected("--span", "1 steps", "gives a branch at 3 times the batch only 2 updates"):
+    with rejected("--span", "1 steps", "at 3 times the batch size too few updates (2)"):
         span("1 steps", [1, 2, 3], recipe())
     assert span("12 steps", [1, 2, 3], recipe()) == 12
 
@@ -131,7 +131,7 @@ def test_study() -> None:
 def test_loss_of_the_evaluation() -> None:
     assert choices._loss(["nsp_accuracy", "ema_loss", "mlm_loss", "nsp_loss"], None) == "mlm_loss"
     assert choices._loss(["mlm_loss", "nsp_loss"], "nsp_loss") == "nsp_loss"
-    with rejected("--metric", None, "is unknown", "use a metric that is a loss"):
+    with rejected("--metric", None, "is unknown", "use a run whose evaluation measures"):
         choices._loss(["f1", "exact_match"], None)
 
 

@@ -24,7 +24,7 @@ def test_command(copy: pathlib.Path) -> None:
     output = done.stderr.splitlines()
     assert len(output) == 2 and output[1].startswith("branch 2/2: update 4, x2: loss ")
     assert [record["factor"] for record in read_records(copy / RECORDS)] == [1, 2]
-    # A repeated command only reports.
+    # A repeated command trains nothing and prints the same report.
     again = tiny.command("lamb_tpu.critical_batch", *arguments, "--scaling=sqrt")
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
 
@@ -34,5 +34,8 @@ def test_an_error_is_one_sentence(trained: pathlib.Path) -> None:
     done = tiny.command(
         "lamb_tpu.critical_batch", f"--workdir={trained}", "--at=4 steps", "--factors=2"
     )
-    message = "error: --factors='2' does not ascend from 1; use whole numbers such as 1,2,4,8\n"
+    message = (
+        "error: --factors='2' must be two or more whole numbers that ascend from 1; use numbers such "
+        "as 1,2,4,8\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -66,7 +66,7 @@ def test_a_branch_is_trained_once(copy: pathlib.Path, monkeypatch: pytest.Monkey
     assert 0.015 < row.excesses[1].mean < 0.025
     crossing = 64 * 2 ** (0.01 / row.excesses[1].mean)
     assert row.critical == (64, pytest.approx(crossing), True)
-    # With another tolerance or one seed less, all branches have records; with another rule, none has.
+    # With another tolerance or fewer seeds, all branches have records; with another rule, none has.
     wide = measure(None, str(copy), request._replace(tolerance=10.0))
     assert wide.rows[0].critical == (128, 128.0, False)
     measure(None, str(copy), REQUEST)
@@ -163,12 +163,12 @@ def test_rejected_folders(
 
 def test_rejected_before_compilation(copy: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "make_evaluator", None)
-    with rejected("--at", "1 steps", "is update 1, far from the checkpoints,"):
+    with rejected("--at", "1 steps", "is update 1, far from the checkpoints at"):
         measure(None, str(copy), REQUEST._replace(at="1 steps"))
     with pytest.raises(UserError, match="holds a run of another config .seed: 0 there, 1 now"):
         measure(tiny.digits(seed=1), str(copy), REQUEST)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with rejected("--num-processes", 2, "is more than the one process that trains branches"):
+    with rejected("--num-processes", 2, "is more than the single process that branches need"):
         measure(None, str(copy), REQUEST)
 
 
@@ -188,9 +188,9 @@ def with_a_changing_batch(folder: pathlib.Path) -> ConfigDict:
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        (of_streams, "a branch at another batch would read other"),
+        (of_streams, "a branch at another batch size would read different"),
         (under_agvm, "under config.optimizer.agvm"),
-        (with_a_changing_batch, "batch changes by config.batch_rule 'ramp'"),
+        (with_a_changing_batch, "batch size follows config.batch_rule='ramp'"),
     ],
 )
 def test_rejected_runs(

@@ -1,4 +1,4 @@
-"""The core of attention against the plain formula and its automatic derivatives."""
+"""Compares the core of attention with the plain formula and its automatic derivatives."""
 
 from typing import Any
 

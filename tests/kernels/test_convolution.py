@@ -150,7 +150,7 @@ def test_kernel_that_all_devices_share(check_vma: bool, kernel: Any, groups: int
     [((3, 3, 4, 5), (2, 2), 1), ((3, 3, 1, 4), (2, 2), 4), ((3, 3, 3, 5), (1, 1), 1)],
 )
 def test_programs_for_tpus_are_those_of_jax(kernel: Any, strides: Any, groups: int) -> None:
-    """Both programs have the same convolutions and no other computation."""
+    """Compares the convolutions in both programs."""
 
     def operations(convolution: Any, platform: str) -> list[str]:
         traced = jax.jit(functools.partial(gradients, convolution), static_argnums=(2, 3, 4)).trace(
@@ -190,9 +190,7 @@ def test_in_flax() -> None:
     ],
 )
 def test_unsupported_arguments(change: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match="supports only NHWC images without dilation and precision"
-    ):
+    with pytest.raises(ValueError, match="needs NHWC images, dilations of 1, and precision=None"):
         convolve(*inputs((3, 3, 4, 5), np.float32), (1, 1), "SAME", **change)
 
 

@@ -122,7 +122,7 @@ def test_in_flax() -> None:
 
 def test_unsupported_arguments() -> None:
     x, kernel = inputs((4, 3, 5))
-    expected = "supports only (..., inputs) times (inputs, outputs) without precision"
+    expected = "needs factors (..., inputs) and (inputs, outputs), and precision=None"
     for change in ({"precision": "highest"}, {"dimension_numbers": (((1,), (0,)), ((), ()))}):
         with pytest.raises(ValueError) as error:
             dot_general(x, kernel, **change)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The LSTM recurrence: its derivatives against JAX's, with and without padding, and sharded."""
+"""Compares the LSTM recurrence and its derivatives with JAX's, also with padding and sharded."""
 
 import jax
 import jax.numpy as jnp

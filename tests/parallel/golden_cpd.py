@@ -25,7 +25,7 @@ def repeat_quant(
     del inputs
     implementation = entry["implementation"]
     if implementation not in _QUANT:
-        raise ValueError(f"implementation={implementation!r} of cpd_quant is unknown")
+        raise ValueError(f"implementation={implementation!r} must be a key of _QUANT")
     settings = Settings(entry["hyper"])
     actual = _QUANT[implementation](settings, recorded)
     return {key: actual[key] for key in recorded if key not in GIVEN}
@@ -67,7 +67,7 @@ def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     rows, inner, columns = (settings.take(name) for name in ("M", "K", "N"))
     settings.check_empty("cpd_quant_gemm")
     if (a.shape, b.shape) != ((rows, inner), (inner, columns)):
-        raise ValueError(f"a and b have the shapes {a.shape} and {b.shape}")
+        raise ValueError(f"a and b must be (M, K) and (K, N), but are {a.shape} and {b.shape}")
     actual = {"c_exact": a.astype(np.float64) @ b.astype(np.float64)}
     for key in recorded:
         if match := re.fullmatch(r"c_e(\d+)m(\d+)", key):
@@ -89,7 +89,7 @@ _QUANT = {"cpd_float_quantize": _casts, "cpd_quant_gemm": _product}
 def repeat_aps(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Returns our sums over devices under the keys of the record."""
     if entry["implementation"] != "cpd_sum_gradients":
-        raise ValueError(f"implementation={entry['implementation']!r} of aps is unknown")
+        raise ValueError(f"implementation={entry['implementation']!r} must be 'cpd_sum_gradients'")
     settings = Settings(entry["hyper"])
     world = settings.take("world")
     fmt = Format(settings.take("exp"), settings.take("man"))
@@ -98,7 +98,7 @@ def repeat_aps(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> di
     settings.check_empty("cpd_sum_gradients")
     steps = re.fullmatch(r"wgrad/<name>\[rank, t\], t = (\d+)\.\.(\d+)", source)
     if not steps:
-        raise ValueError(f"gradients={source!r} are unknown")
+        raise ValueError(f"gradients={source!r} must end with 't = FIRST..LAST'")
     rows = slice(int(steps[1]), int(steps[2]) + 1)
     actual = {}
     for key in recorded:
@@ -124,7 +124,7 @@ def _shifted(grads: np.ndarray, fmt: Format, kahan: bool) -> np.ndarray:
         shifts = fmt.largest_exponent - np.ceil(np.log2(largest))
     if (np.isfinite(shifts) & (shifts > 127)).any():
         raise NotImplementedError(
-            "2 to the power of the shift overflows in CPD, so its sums are NaN"
+            "2 to the power of the shift overflows in CPD, so CPD's sums are NaN"
         )
     actual = np.stack([np.asarray(sums(grads[:, step])) for step in range(grads.shape[1])])
     # If all gradients are zero, CPD takes the logarithm of zero, and its sums are 0 * inf = NaN. Our

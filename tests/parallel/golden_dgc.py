@@ -53,20 +53,20 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     """Returns our arrays under the keys of the record."""
     settings = Settings(entry["hyper"])
     settings.legend("sent_bits")
-    settings.assume("gradients", "wgrad/<name>[worker, t]", "", why="gradients are fed otherwise")
+    settings.assume("gradients", "wgrad/<name>[worker, t]", "", why="it names other gradients")
     # The recorded positions of samples replace those from a seed.
     if not isinstance(settings.take("seed"), int | None):
-        raise NotImplementedError("seed must be a whole number, or None")
+        raise NotImplementedError("seed must be a whole number or None")
     settings.same_numbers("int32_indices")
     for name, default in FIXED.items():
         if settings.take(name, default) != default:
             raise NotImplementedError(
-                f"{name} is always {default!r} in the exchange, which has no option for it"
+                f"{name} must be {default!r}, because the exchange has no option for it"
             )
     world, compressed = settings.take("world"), settings.take("compressed")
     ratio, clip = settings.take("compress_ratio"), settings.take("clip")
     if not isinstance(clip, (int, float, type(None))):
-        raise NotImplementedError(f"clip={clip!r}, but the exchange clips only norms of leaves")
+        raise NotImplementedError(f"clip={clip!r} must be a number or None in the exchange")
     stages = max(settings.take("warmup_epochs", -1), 0)
     coeff, epochs = settings.take("warmup_coeff"), settings.take("epochs")
     sgd = Settings(settings.take("sgd"))
@@ -149,7 +149,7 @@ def _decay(sgd: Settings) -> optax.GradientTransformation:
     if not momentum:
         return weight
     if dampening:
-        raise NotImplementedError("optax.trace has no option for dampening of the weight decay")
+        raise NotImplementedError("dampening must be 0, because optax.trace has no option for it")
     return optax.chain(weight, optax.trace(momentum, nesterov))
 
 
@@ -192,7 +192,7 @@ def _starts(
                 if ratio < 1 and now.sampling(size).stride > 1:
                     actual[name][step, worker] = next(draws)
     if next(draws, None) is not None:
-        raise ValueError("more starts of samples are recorded than are drawn")
+        raise ValueError("sample_start_log has more starts of samples than the run draws")
     return tuple(
         (sorted(sizes).index(name), tuple(map(tuple, starts.tolist())))
         for name, starts in actual.items()

@@ -26,14 +26,14 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     """Returns our iterates, estimates and errors under the keys of the record."""
     del inputs
     settings = Settings(entry["hyper"])
-    settings.assume("objective", *OBJECTIVES, why="the gradient here is that of another objective")
+    settings.assume("objective", *OBJECTIVES, why="`_gradient` is for another objective")
     # These settings must agree with the recorded arrays.
     shape = tuple(settings.take(name) for name in ("workers", "rows", "dimension"))
     settings["workers"] = shape[0]
     if recorded["A"].shape != shape:
         raise ValueError(f"A has the shape {recorded['A'].shape}, but the settings say {shape}")
     if "noise" in recorded and (settings.take("sigma") == 0) == recorded["noise"].any():
-        raise ValueError("sigma is 0 but noise is recorded, or sigma is not 0 but the noise is")
+        raise ValueError("sigma must be 0 if all recorded noise is 0, and must not be 0 otherwise")
     source, _, method = entry["implementation"].partition("_")
     run = {"author": _authors, "efface": _federated}[source]
     return run(method, settings, recorded)
@@ -49,7 +49,7 @@ def _exchange(method: str, settings: Settings, **common: Any) -> Compressed:
         return EF21(AXES, workers, **common, momentum=settings.take("momentum", 0.9))
     if method == "econtrol":
         return EControl(AXES, workers, **common, eta=settings.take("eta"))
-    raise ValueError(f"the implementation {method!r} is unknown")
+    raise ValueError(f"method={method!r} must be ef14, ef21, ef21plus, ef21momentum or econtrol")
 
 
 def _compressor(settings: Settings) -> compressors.Compressor:
@@ -61,7 +61,7 @@ def _compressor(settings: Settings) -> compressors.Compressor:
     if name in ("identity", "none", "compressor"):
         return compressors.Identity()
     if name != "topk":
-        raise NotImplementedError(f"compressor={name!r} needs random numbers that are not recorded")
+        raise NotImplementedError(f"compressor={name!r} must be topk, sign or identity")
     return compressors.TopK(count=count) if ratio is None else compressors.TopK(ratio)
 
 

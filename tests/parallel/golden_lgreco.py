@@ -24,7 +24,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     del inputs
     implementation = entry["implementation"]
     if implementation not in REPEATS:
-        raise ValueError(f"implementation={implementation!r} of lgreco is unknown")
+        raise ValueError(f"implementation={implementation!r} must be a key of REPEATS")
     settings = Settings(entry["hyper"])
     settings.legend("arrays")
     return REPEATS[implementation](settings, recorded)
@@ -35,7 +35,7 @@ def _choices(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     settings.legend("kind")
     errors, sizes = recorded["errors"], recorded["sizes"]
     if errors.shape != (settings.take("layers"), settings.take("choices")):
-        raise ValueError(f"the errors have the shape {errors.shape}")
+        raise ValueError(f"errors must be (layers, choices), not {errors.shape}")
     reference, layers = int(recorded["reference_column"]), np.arange(len(errors))
     rows = []
     factors = settings.take("alphas")
@@ -89,7 +89,7 @@ def _hook(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     shapes, rank = settings.take("shapes"), settings.take("matrix_approximation_rank")
     lower = settings.take("gamma", 0.5)
     if rank * lower < 1:
-        raise NotImplementedError("the hook's smallest rank would be 0, which drops a layer")
+        raise NotImplementedError("gamma * rank must be at least 1, because rank 0 drops a layer")
     method = settings.take("error_method")
     exchange = LGreCo(
         ("workers",),
@@ -151,8 +151,8 @@ def _errors_by_rank(
 ) -> np.ndarray:
     """Returns the errors of separate power iterations for each rank, from the hook's random starts.
 
-    The exchange instead takes all errors from one power iteration with the largest rank, which are
-    nearer to the optimal errors.
+    The exchange instead takes all errors from one power iteration with the largest rank. These
+    errors are nearer to the optimal errors.
     """
     table = np.zeros((len(sent), len(exchange.options)))
     for row, m in zip(table, sent.values(), strict=True):

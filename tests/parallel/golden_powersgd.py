@@ -25,10 +25,10 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     """Returns our means and errors under the keys of the record, and the record's inputs."""
     implementation = entry["implementation"]
     if implementation not in REPEATS:
-        raise ValueError(f"implementation={implementation!r} of powersgd is unknown")
+        raise ValueError(f"implementation={implementation!r} must be a key of REPEATS")
     settings = Settings(entry["hyper"])
     if settings.take("gradients", FED) != FED:
-        raise ValueError(f"gradients has an unknown value; the only known value is {FED!r}")
+        raise ValueError(f"gradients must be {FED!r}")
     return REPEATS[implementation](settings, recorded, inputs)
 
 
@@ -166,11 +166,11 @@ def _package(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, 
 
 def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Repeats PyTorch's hook, which also has errors for uncompressed leaves."""
-    settings.assume("bucket_order", BUCKET, why="the bucket is reversed here")
+    settings.assume("bucket_order", BUCKET, why="the bucket must be reversed")
     names, feedback = settings.take("tensors"), settings.take("use_error_feedback", True)
     warm, start = settings.take("warm_start", True), settings.take("start_powerSGD_iter", 1000)
     if not 0 <= settings.take("orthogonalization_epsilon", 0) <= 1e-7:
-        raise NotImplementedError("the exchange has no option for orthogonalization_epsilon")
+        raise NotImplementedError("orthogonalization_epsilon must be 0 to 1e-7 in the exchange")
     settings.same_numbers("batch_tensors_with_same_shape")
     exchange = PowerSGD(
         **options(settings),

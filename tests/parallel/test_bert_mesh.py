@@ -76,7 +76,7 @@ def run_of(**changes: Any) -> Run:
 @pytest.mark.parametrize(
     "changes, key, value, problem",
     [
-        ({"mesh__sequence": 8}, "mesh.sequence", 8, "does not divide the sequences of 12 tokens"),
+        ({"mesh__sequence": 8}, "mesh.sequence", 8, "does not divide the sequence length, 12"),
         ({"mesh__sequence": 4}, "model.num_heads", 2, "by config.mesh.sequence=4 times"),
         (
             {"mesh__sequence": 2, "mesh__model": 2, "parallel__rules": bert_rules.TENSOR_PARALLEL},

@@ -90,7 +90,7 @@ def test_zero1_is_reduce_scatter_and_all_gather(plans: dict[str, Any], name: str
         "all-gather",
         "all-reduce",
     }
-    # First within groups of 4 neighbours, then among devices with the same index in the 4 groups.
+    # One scatter is within 4 groups of 4 neighbours, the other among devices with equal indices.
     assert [(row["group_size"], row["count"]) for row in scatters] == [(4, 2)]
     least = SHARE * width * PARAMETERS
     # Padding to full tiles is significant in such a small network.

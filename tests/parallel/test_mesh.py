@@ -47,9 +47,9 @@ def test_some_devices() -> None:
         ({"data": 8.0}, ".data", "is out of range"),
         ({"data": 4, "model": 0}, ".model", "is out of range"),
         ({"data": -1, "model": 3}, "", "does not fit the 8 device"),
-        ({"data": -1, "model": -1}, ".model", "beside config.mesh.data=-1"),
-        ({"data": 8, "tensor": 1}, "", "has an unknown axis or lacks data"),
-        ({"model": 8}, "", "has an unknown axis or lacks data"),
+        ({"data": -1, "model": -1}, ".model", "together with config.mesh.data=-1"),
+        ({"data": 8, "tensor": 1}, "", "has an unknown axis or lacks 'data'"),
+        ({"model": 8}, "", "has an unknown axis or lacks 'data'"),
     ],
 )
 def test_rejects_a_mesh(asked: dict[str, int], axis: str, problem: str) -> None:

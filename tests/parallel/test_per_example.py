@@ -18,7 +18,7 @@ ROWS = 32
 
 
 def expected(each: Any, rows: int) -> dict[str, float]:
-    """Returns metrics by NumPy in float64, with variances over the first `rows` examples of `each`."""
+    """Computes metrics with NumPy in float64; variances are over the first `rows` examples."""
     flat = np.concatenate(
         [g.reshape(len(g), -1).astype(np.float64) for g in jax.tree.leaves(each)], axis=1
     )

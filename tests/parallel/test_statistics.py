@@ -76,7 +76,7 @@ def model(kind: str) -> ConfigDict:
 @pytest.mark.parametrize("changes", [SHARD_MAP, MICROBATCHES, SHARD_MAP | MICROBATCHES], ids=str)
 @pytest.mark.parametrize("kind", ["flax", "own", "beside ours"])
 def test_rejects_other_batch_statistics(kind: str, changes: dict[str, Any]) -> None:
-    problem = ": the model's layer 'norm' has its own statistics"
+    problem = ": the model has running statistics in 'norm', which"
     with rejected("config.model", ..., problem, "use lamb_tpu.models.norm.BatchNorm") as error:
         prepare(tiny.digits(model=model(kind), **changes), None)
     assert "first" not in str(error.value)
@@ -99,14 +99,14 @@ def test_accepts_valid_networks(kind: str, changes: dict[str, Any]) -> None:
 
 
 def test_rejects_state_that_microbatches_cannot_combine() -> None:
-    with rejected("config.model", ..., "the model's layer 'norm' has its own statistics"):
+    with rejected("config.model", ..., "the model has running statistics in 'norm', which"):
         prepare(tiny.digits(model=model("count"), **MICROBATCHES), None)
     assert prepare(tiny.digits(model=model("flax"), **MICROBATCHES), None, training=False)
 
 
 @pytest.mark.long
 def test_without_the_check_weights_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check, Flax's layer would give other weights under shard_map; our layer does not."""
+    """Without the check, Flax's layer would give different weights under shard_map; our layer does not."""
     monkeypatch.setattr(statistics, "check_statistics", lambda *_, **__: None)
     for kind, least, most in (("flax", 1e-2, np.inf), ("ours", 0, 1e-4)):
         jit, named = (

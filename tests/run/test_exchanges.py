@@ -36,7 +36,7 @@ def message_of(**changes: Any) -> str:
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"bits": 4}, ".bits is unknown; exchange 'tests.*' has: name, start, late, full_"),
-    ({"start": -1}, ".start must be at least 0, not -1$"),
+    ({"start": -1}, ".start=-1 must be at least 0$"),
     ({"start": "x"}, ".start='x' has the wrong type; use a whole number, such as 2$"),
     ({"name": "float16"}, ".name='float16' is unknown; use float32, bfloat16"),
     ({"name": "float32", "full_precision": ("a",)}, r".full_precision is unknown; exchange "),

@@ -69,7 +69,7 @@ class Exchange:
         raise NotImplementedError
 
     def reset(self, residual: Residual) -> Residual:
-        """Returns the residual without the values of earlier sums; by default all zeros.
+        """Returns the residual without the values of earlier sums; by default, a residual of zeros.
 
         The step calls this method when an optimizer begins to send another quantity, see
         `optim.staged.Stage`. Values of the residual that do not come from earlier sums, such as

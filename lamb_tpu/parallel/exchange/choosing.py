@@ -58,7 +58,7 @@ def budget(errors: np.ndarray, reference: int, factor: float) -> float:
 
 
 def in_buckets(errors: np.ndarray, target: float) -> np.ndarray:
-    """Returns each error as a number of 10,000ths of the target, rounded up, and from 1 to 10,000."""
+    """Returns each error in 10,000ths of the target, rounded up and clipped to 1 to 10,000."""
     limited = np.minimum(np.where(np.isnan(errors), np.inf, errors), target + 1)
     return np.clip(np.ceil(limited / (target / BUCKETS)), 1, BUCKETS).astype(int)
 

@@ -119,7 +119,7 @@ class Sign(Compressor):
 
     def total(self, messages: Sequence[Signs], axes: Sequence[str]) -> list[jax.Array]:
         def add(sums: list[jax.Array], row: Any) -> tuple[list[jax.Array], None]:
-            # Adds one device after the other, so that the vectors of all devices never exist at once.
+            # Add one device after the other, so that the vectors of all devices never exist at once.
             return [*map(jnp.add, sums, self._vectors(messages, *row))], None
 
         start = [jnp.zeros(m.positive.shape, m.scale.dtype) for m in messages]

@@ -82,7 +82,7 @@ class DGC(Exchange):
         check_ratio("sample_ratio", self.sample_ratio)
         check_momentum(self.momentum)
         clip_norm, steps, stages = self.clip_norm, self.warmup_steps, self.warmup_stages
-        check_range("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0")
+        check_range("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a value above 0")
         check_range("warmup_steps", steps, steps >= 0, "at least 0")
         check_range("warmup_stages", stages, stages >= 1, "at least 1")
         if isinstance(self.warmup_coeff, (tuple, list)):
@@ -201,7 +201,7 @@ class DGC(Exchange):
         if self.sample_ratio < 1 and size > fewest:
             wanted = max(math.ceil(size * self.sample_ratio), fewest)
             # The number of columns is a multiple of 32 in most networks. Use a stride that is not a
-            # multiple of it, so that samples come from several columns.
+            # multiple of 32, so that samples come from several columns.
             stride = math.ceil(size / wanted / 32) * 32 + 1
             while size // stride < wanted:
                 stride -= 8

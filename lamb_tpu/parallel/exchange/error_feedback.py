@@ -12,7 +12,7 @@ Each device has an error e_i or an estimate h_i of its gradient, or both:
 - EControl: the device sends d = C(eta e_i + g_i - h_i); e_i <- e_i + g_i - h_i - d; h_i <- h_i + d.
   The result is h, as in EF21.
 
-A run that resumes on another number of devices continues with the same sums of e_i and of h_i, in
+A run that resumes on a different number of devices continues with the same sums of e_i and of h_i, in
 equal shares, and h remains the sum of all h_i.
 """
 
@@ -139,7 +139,7 @@ class EF21(Compressed):
       plus: True (EF21+): if C(g_i) is nearer to the gradient than EF21's new estimate, the device
         sends C(g_i) in place of the difference, and C(g_i) becomes the estimate. Every device stores
         the estimates of all devices, `num_devices` times the size of the gradient, and a run cannot
-        resume on another number of devices.
+        resume on a different number of devices.
 
     Sources: Richtarik et al., EF21, arXiv:2106.05203; Fatkhullin et al., Momentum Provably Improves
     Error Feedback!, arXiv:2305.15155.

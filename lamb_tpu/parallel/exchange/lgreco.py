@@ -269,7 +269,7 @@ def squared_errors(
 
 
 def _with_choice(choices: jax.Array, ranks: Sequence[int]) -> jax.Array:
-    """Returns the choices with `ranks` in the first free row, unless it is known or no row is free."""
+    """Returns the choices with `ranks` in the first free row, unless `ranks` is known or no row is free."""
     row = jnp.asarray(ranks, jnp.int32)
     known = jnp.any(jnp.all(choices == row, axis=1))
     free = jnp.argmin(jnp.any(choices != 0, axis=1))

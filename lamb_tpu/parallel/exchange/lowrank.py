@@ -16,8 +16,8 @@ from jax import lax
 
 from lamb_tpu.optim import parameters
 
-# A column whose distance from the span of earlier columns, relative to its norm, is smaller than
-# this is only rounding error.
+# If a column's distance from the span of earlier columns is below this fraction of the column's
+# norm, the distance is only rounding error.
 _DEPENDENT = 1e-6
 _PRECISE = lax.Precision.HIGHEST
 

@@ -1,4 +1,4 @@
-"""Norms of vectors, also if squares of the values overflow or underflow.
+"""Norms of vectors that are correct even if squares of the values overflow or underflow.
 
 In float32, squares of values above 1.8e19 overflow, and squares of values far below 1e-19 are 0. The
 values are first divided by a power of two, which is exact: if all squares are in range, the result

@@ -103,7 +103,7 @@ class OneBit(Exchange):
         leaves = jax.tree.leaves(tree)
         for leaf in leaves:
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                problem = f"sends signs, which complex numbers ({leaf.dtype}) lack"
+                problem = f"cannot send complex numbers ({leaf.dtype}), which have no sign"
                 raise ArgumentError("name", "onebit", problem, "use another exchange")
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         if self.per_leaf:

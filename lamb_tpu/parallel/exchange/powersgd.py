@@ -67,7 +67,7 @@ class LowRank(Exchange):
         for pattern in self.stacked:
             if not any(parameters.matches(pattern, path) for path in paths):
                 known = f"{', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}"
-                remedy = f"use regular expressions over the parameters {known}"
+                remedy = f"use regular expressions that match parameters among {known}"
                 raise ArgumentError("stacked", pattern, "matches no parameter", remedy)
         matrices = self.matrices(params)
         if not matrices:
@@ -160,7 +160,7 @@ class LowRank(Exchange):
         """Returns the error for parameters of which none is sent as factors."""
         every = lowrank.find(params, self.stacked, lambda rows, columns: True)
         if not every:
-            problem = "needs a matrix, and no parameter of the model has two axes"
+            problem = "needs a matrix, but no parameter of the model has two axes"
             return ArgumentError("rank", self.rank, problem, "use another exchange")
         m = max(every, key=lambda m: min(m.rows, m.columns))
         problem = (

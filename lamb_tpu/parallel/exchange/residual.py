@@ -24,8 +24,8 @@ class ResidualComponent(StateComponent):
     `ShardedExchange.init`. `devices`, int32 (2,), has the number of devices over which the exchange
     sums, and the size of the inner axis.
 
-    If a run resumes on another number of devices, the residual is redistributed: each device gets an
-    equal share of the sum of the `device` leaves, and the vectors of `split` are cut again.
+    If a run resumes on a different number of devices, the residual is redistributed: each device gets
+    an equal share of the sum of the `device` leaves, and the vectors of `split` are cut again.
     Microbatches do not affect the residual, because they are added up before the exchange. For a
     skipped update see `Exchange.skipped`.
     """
@@ -62,7 +62,7 @@ class ResidualComponent(StateComponent):
             shape = _at(shapes, path).shape
             if shape == leaf.shape:
                 return leaf
-            # The leaf was saved on another number of devices. Split it if the sizes allow it,
+            # The leaf was saved on a different number of devices. Split it if the sizes allow it,
             # otherwise replicate it.
             sharding = leaf.sharding
             if shape[1:] != leaf.shape[1:] or shape[0] % mesh_lib.num_batch_shards(mesh):
@@ -89,8 +89,8 @@ class ResidualComponent(StateComponent):
             raise UserError(
                 "config.mesh.fsdp",
                 now[1],
-                f"differs from {before[1]}, over which the checkpoint's residual is split",
-                f"resume with {before[1]}, and change config.mesh.data alone",
+                f"differs from the {before[1]} devices over which the checkpoint's residual is split",
+                f"use {before[1]}, and change only config.mesh.data",
             )
         wanted = jax.eval_shape(self.exchange.init, self.params).whole
         shapes = [[*map(jnp.shape, jax.tree.leaves(x))] for x in (value["kept"].whole, wanted)]

@@ -126,7 +126,7 @@ class ShardedExchange:
         return treedef.unflatten(found), residual
 
     def _seen(self, params: Any) -> Any:
-        """Returns the shapes of what the exchange sums; None for leaves in full precision."""
+        """Returns the shapes of the arrays that the exchange sums; None for leaves in full precision."""
         leaves, treedef = jax.tree.flatten(params)
         narrow, axes = self._narrow(params), self._cuts(leaves)
         seen = [

@@ -87,5 +87,6 @@ def check_length(num_values: int) -> None:
     """Raises ValueError if there are too many values for int32 indices."""
     if num_values > LARGEST:
         raise ValueError(
-            f"{num_values} values are too many for indices of 32 bits; at most {LARGEST}"
+            f"num_values={num_values} is too large for indices of 32 bits; add parameters to full_precision "
+            f"until at most {LARGEST} values remain"
         )

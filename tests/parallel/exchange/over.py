@@ -73,7 +73,7 @@ def sent(exchange: Exchange, params: Any) -> dict[str, int]:
 
 
 def reshared(residual: Residual, devices: int) -> Residual:
-    """Redistributes residuals to another number of devices, in equal shares, like a resumed run."""
+    """Redistributes residuals to `devices` devices, in equal shares, like a resumed run."""
 
     def shares(leaf: jax.Array) -> jax.Array:
         return jnp.broadcast_to(leaf.sum(0) / devices, (devices, *leaf.shape[1:]))

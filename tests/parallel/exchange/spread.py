@@ -30,7 +30,7 @@ class Spread(Exchange):
 
     def __post_init__(self) -> None:
         if self.start < 0:
-            raise ValueError(f"start must be at least 0, not {self.start}")
+            raise ValueError(f"start={self.start} must be at least 0")
 
     def at(self, update: int) -> "Spread":
         return dataclasses.replace(self, late=update >= self.start)

@@ -114,7 +114,7 @@ def test_devices_are_added_in_their_order() -> None:
 
 @pytest.mark.parametrize("axes, shape", [(("data",), (8,)), (("data", "fsdp"), (2, 4))])
 def test_inside_shard_map_over_axes(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Sums over one or two mesh axes equal those by NumPy, also if chunks are padded to full rows."""
+    """Sums over one or two mesh axes equal those by NumPy, even if chunks are padded to full rows."""
     grads = gradients() | {
         "large": np.random.default_rng(1).normal(size=(DEVICES, 20_011)).astype(np.float32)
     }

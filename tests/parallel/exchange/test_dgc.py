@@ -106,7 +106,7 @@ def test_dense_stage_before_a_sparse_one() -> None:
 
 @pytest.mark.long
 def test_everything_is_sent_in_the_end() -> None:
-    """Without momentum, and after updates without new gradients, all gradients have been sent."""
+    """Without momentum, updates without new gradients send all remaining values."""
     exchange = DGC(over.AXES, 4, ratio=0.1, momentum=0.0)
     sums, residuals = over.run(exchange, EVERY)
     # Continue on two devices with equal shares, without new gradients.
@@ -140,7 +140,7 @@ def test_warmup_stages() -> None:
     "coeff, expected",
     [
         (0.3, [0.3, 0.09, 0.027, 0.02]),  # powers of a number, at least the ratio
-        ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, also below `ratio`
+        ([0.25, 0.01, 0.063], [0.25, 0.01, 0.063, 0.02]),  # in any order, even below `ratio`
         (None, [0.02 ** (k / 4) for k in range(1, 5)]),
     ],
 )
@@ -191,7 +191,7 @@ def test_selected_from_samples(resample: bool, kind: str) -> None:
     assert max(numbers) <= 200
     if kind in ("normal", "heavy"):
         assert min(numbers) >= 160  # the lower bound, 0.8 times the budget
-    if kind == "equal" and not resample:  # a threshold is above no value or all values
+    if kind == "equal" and not resample:  # a threshold is above all values or above none
         assert set(numbers) <= {0, 200}
 
 

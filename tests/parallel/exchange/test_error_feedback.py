@@ -87,7 +87,7 @@ def test_econtrol_without_eta_is_ef21() -> None:
 
 
 def test_plus_takes_the_nearer_of_two_on_each_device() -> None:
-    """By hand, each device sends one of three values.
+    """Tests two updates by hand, in which each device sends one of three values.
 
     In the second update, device 0 adds the compressed difference to its estimate, and device 1
     replaces its estimate by the compressed gradient.

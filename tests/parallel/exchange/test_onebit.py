@@ -117,7 +117,7 @@ def test_rejects_a_multiple():
 
 
 def test_complex_numbers_have_no_sign():
-    with rejected("name", "onebit", "sends signs, which complex numbers", kind=ArgumentError):
+    with rejected("name", "onebit", "cannot send complex numbers", kind=ArgumentError):
         OneBit(("d",), 4).init({"a": jnp.ones(3, jnp.complex64)})
 
 

@@ -143,7 +143,7 @@ def test_inner_axis_stays() -> None:
     actual = read(there, here, value)
     assert actual["devices"].tolist() == [2, 2]
     for name in SHAPES:
-        # Sums over the outer axis, for each inner device.
+        # Compare the sums over the outer axis, for each inner device.
         old = np.asarray(value["kept"].device[name])
         old = old.reshape(4, 2, -1, *old.shape[1:]).sum(0)
         new = np.asarray(actual["kept"].device[name])
@@ -151,7 +151,7 @@ def test_inner_axis_stays() -> None:
             new.reshape(2, 2, -1, *new.shape[1:]).sum(0), old, rtol=1e-5, atol=1e-6
         )
     tiny.assert_equal(actual["kept"].whole, value["kept"].whole)
-    with rejected("config.mesh.fsdp", 4, "differs from 2", "resume with 2"):
+    with rejected("config.mesh.fsdp", 4, "differs from the 2", "use 2, and"):
         other = part(8, fsdp=4)
         other.resumed(value)
 
@@ -165,7 +165,7 @@ def test_rejects_another_number_of_devices() -> None:
 
 
 def test_a_skipped_update_restores_counts() -> None:
-    """If the count advanced while the average is 0, the first gradient would have a weight of 0.1."""
+    """If the count advanced but the average stayed 0, the first gradient would have a weight of 0.1."""
     averaging = part(8, 1, EF21, momentum=0.9)
     value = begun(averaging)
     after = jax.tree.map(lambda x: x + 1, value)

@@ -69,5 +69,5 @@ def test_one_operation_of_the_budgets_size(budgets, sent) -> None:
 
 def test_indices_have_32_bits() -> None:
     sparse.check_length(2**31 - 1)
-    with pytest.raises(ValueError, match="2147483648 values are too many for indices of 32 bits"):
+    with pytest.raises(ValueError, match="num_values=2147483648 is too large for indices of 32"):
         sparse.check_length(2**31)
