@@ -81,7 +81,7 @@ def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
       shape: shape of the mask, (rows, ...).
 
     Raises:
-      ValueError: `example_positions` has set another number of positions than rows.
+      ValueError: the number of positions set by `example_positions` differs from the number of rows.
     """
     rows, *row = shape
     positions = positions_of(rows)

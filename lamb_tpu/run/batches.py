@@ -42,7 +42,7 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
         raise UserError("config.batch_rule.name", name, "is not a batch rule", remedy)
     # Memory checks and plans need the largest batch.
     if made.needs and not issubclass(made, Bounded):
-        problem = f"needs the statistics {', '.join(made.needs)} but has no largest batch"
+        problem = f"needs statistics ({', '.join(made.needs)}) but has no largest batch"
         remedy = "derive its class from lamb_tpu.batching.rules.Bounded"
         raise UserError("config.batch_rule.name", name, problem, remedy)
     if strange := sorted(set(made.needs) - set(STATISTICS)):
@@ -61,18 +61,18 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
             raise UserError(
                 "config.batch_rule",
                 problem=f": {error}",
-                remedy=f"the granularity is {what} config.batch_size / config.accumulation_steps",
+                remedy=f"note that the granularity is {what} config.batch_size / config.accumulation_steps",
             ) from error
     return rule, scaling
 
 
 def _in_pairs(spec: Spec, rule: type[Rule]) -> bool:
-    """Returns whether a batch must consist of pairs of microbatches, which are compared."""
+    """Returns whether a batch must consist of pairs of microbatches, which the run compares."""
     what = compares_parts(spec, rule)
     if spec.parallel.backend != "jit" or not what:
         return False
     if spec.accumulation_steps % 2:
-        problem = f"is odd, and {what} compares pairs of microbatches"
+        problem = f"is odd, but {what} compares pairs of microbatches"
         raise UserError(
             "config.accumulation_steps",
             spec.accumulation_steps,

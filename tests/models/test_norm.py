@@ -354,7 +354,7 @@ def test_microbatches_update_the_averages_like_the_full_batch(
 
     _, (states, moments) = jax.lax.scan(step, None, parts)
     actual = combine_moments({"batch_stats": case["batch_stats"]}, moments)
-    # In float64 over all examples: the groups do not matter.
+    # `reference` averages over all examples in float64; the groups do not matter.
     assert_close(actual, {"batch_stats": reference(case, None)["batch_stats"]}, 2e-6, 1e-6)
     if microbatches == 1:
         assert_close(actual, jax.tree.map(lambda leaf: leaf[0], states), 1e-7, 1e-7)

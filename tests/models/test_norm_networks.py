@@ -97,7 +97,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def normalised(
     x: np.ndarray, start: Any, layer: tuple[str, ...], size: int, epsilon: float
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Normalises by the statistics of each `size` examples; also returns the running averages.
+    """Normalises each group of `size` examples; also returns the running averages.
 
     The full batch's statistics follow from the groups' by the law of total variance.
     """

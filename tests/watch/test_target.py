@@ -230,7 +230,7 @@ def test_preempted_in_the_evaluation_that_reaches_it(
         assert checkpoints(tmp_path) == {"4", "6"}
         assert records(tmp_path, "eval") == records(whole, "eval")[:2]
         assert (record["step"], record["starts"]) == (6, 2)
-        # The evaluations after updates 3 and 6, and before the latter a first, incomplete attempt.
+        # Three slow evaluations: after update 3, an incomplete one after update 6, and its repetition.
         assert 1.5 <= record["seconds"] <= record["seconds_with_startup"] - 2.0
         assert record["seconds_with_startup"] <= took + time.monotonic() - began
 
