@@ -78,7 +78,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
         "x",
     ),
     "untrained": ("model", "my_broken:Untrained", "has a __call__ without the", "name", ...),
-    "params": ("model", "my_broken:without_params", "an init that returns no 'params'", "name", ...),
+    "params": ("model", "my_broken:without_params", "returns no 'params'", "name", ...),
     "state": ("model", "my_broken:without_state", "has an apply that returns", "name", ...),
     "methods": ("task", "my_broken:Lossless", "makes"),
     "task's field": (

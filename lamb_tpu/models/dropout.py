@@ -61,7 +61,7 @@ def positions_of(rows: int) -> jax.Array:
         return jnp.arange(rows, dtype=jnp.int32)
     if positions.shape != (rows,):
         raise ValueError(
-            f"positions of shape {positions.shape} must have one position for each of {rows} rows"
+            f"positions has shape {positions.shape}, but must have shape ({rows},): one per row"
         )
     return positions
 

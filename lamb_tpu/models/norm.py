@@ -105,7 +105,7 @@ class BatchNorm(nn.Module):
             "use_running_average", self.use_running_average, use_running_average
         )
         if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-            remedy = "use floating-point (batch, ..., channels)"
+            remedy = "use a floating-point array (batch, ..., channels)"
             raise ArgumentError("input of BatchNorm", ..., f"is {x.dtype}{x.shape}", remedy)
         if not 0 <= self.momentum <= 1:
             raise ArgumentError("momentum", self.momentum, "is out of range", "use 0 to 1")

@@ -379,7 +379,7 @@ def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
     ):
         raise UserError(
             f"config.init_from: {path.removesuffix('/')}",
-            problem="is a list of which only some elements fit",
+            problem="is a list, and only some of its elements fit",
             remedy="use a dictionary for such parameters",
         )
     return None if all(value is None for value in items_there) else items_there

@@ -61,7 +61,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize(
     "size, published, heads",
     [
-        # Parameters of the encoder with pooler (the papers' 110M and 340M) and of both heads.
+        # Numbers of parameters of encoder and pooler (110M and 340M in the paper), and of both heads.
         ("base", 109_482_240, 624_188),
         ("large", 335_141_888, 1_084_220),
         ("tiny", 4_385_920, 47_548),

@@ -31,7 +31,7 @@ def test_the_dropped_fraction_is_the_rate_in_every_row_and_column(rate: float) -
     x = np.random.default_rng(0).uniform(1, 2, (1000, 800)).astype(np.float32)
     y = np.asarray(drop(x, rate=rate))
     undropped = y != 0
-    # The rate is rounded to a multiple of 2^-16, also for the factor of the values that remain.
+    # Both the mask and the factor of undropped values use the rate rounded to a multiple of 2^-16.
     drawn = np.round(rate * 65536) / 65536
     np.testing.assert_allclose(y[undropped], x[undropped] / (1 - drawn), rtol=1e-6)
     assert dropout_lib.rounded(rate) == drawn and abs(drawn - rate) < 2**-17
@@ -267,7 +267,7 @@ def test_rate_out_of_range(rate: float) -> None:
 def test_positions_are_those_of_the_rows() -> None:
     with example_positions(jnp.arange(3)):
         with pytest.raises(
-            ValueError, match="positions of shape .3,. must have one position for each of 64 rows"
+            ValueError, match="positions has shape .3,., but must have shape .64,.: one per row"
         ):
             drop(ONES)
     # The end of the block resets the positions, even after an error.

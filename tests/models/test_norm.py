@@ -440,7 +440,7 @@ def test_state_that_cannot_be_combined() -> None:
     [
         ({"momentum": 1.5}, jnp.zeros((4, 2)), ("momentum", 1.5, "is out of range", "use 0 to 1")),
         ({"epsilon": -1e-5}, jnp.zeros((4, 2)), ("epsilon", -1e-5, "is out of range")),
-        ({}, jnp.zeros(4), ("input of BatchNorm", ..., "is float32(4,)", "use floating-point")),
+        ({}, jnp.zeros(4), ("input of BatchNorm", ..., "is float32(4,)", "use a floating")),
         ({}, jnp.zeros((4, 2), jnp.uint8), ("input of BatchNorm", ..., "is uint8(4, 2)")),
     ],
 )

@@ -131,12 +131,12 @@ def test_the_optimizer_uses_the_rate_of_the_step() -> None:
         ({"name": "simigrad"}, ".upper and config.batch_rule.target are missing;"),
         (
             {"name": "simigrad", "target": 0.9, "upper": 144},
-            ": upper must be a multiple of the batch granularity 32, as 128 or 160, not 144; the "
+            ": upper must be a multiple of the batch granularity 32, as 128 or 160, not 144; note that the "
             r"granularity is two microbatches, 2 \* config.batch_size / config.accumul",
         ),
         (
             {"name": "norm_test", "eta": 0.9, "upper": 100},
-            ": upper must be a multiple of the batch granularity 16, as 96 or 112, not 100; the "
+            ": upper must be a multiple of the batch granularity 16, as 96 or 112, not 100; note that the "
             "granularity is one microbatch, config",
         ),
         (

@@ -82,7 +82,7 @@ ERRORS = [
     ("optimizer", {"name": "lamb"}, ".learning_rate is missing"),
     ("model.name", "mlpp", "='mlpp' is unknown; use bert, davidnet,"),
     ("model.hidden", (3,), r" is unknown; model 'mlp' has: .*\?$"),
-    ("model.hidden_sizes", (0,), r"=\(0,\) has the wrong type; use whole"),
+    ("model.hidden_sizes", (0,), r"=\(0,\) has an invalid layer size; use whole"),
     ("model.hidden_sizes", "abc", "='abc' has the wrong type; use a tuple"),
     ("model.hidden_sizes", 5, "=5 has the wrong type; use a tuple"),
     ("model.num_classes", 3, "config.model: .*3 classes.* set config.model.num_classes=10"),

@@ -24,7 +24,7 @@ from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from tests import tiny
 
-NUM_EXAMPLES = 997  # a prime, which no batch size above 1 divides
+NUM_EXAMPLES = 997  # a prime: only the batch sizes 1 and 997 divide it
 
 
 def config(**changes: Any) -> ConfigDict:
