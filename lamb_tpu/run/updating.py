@@ -172,7 +172,7 @@ class Constant:
         self._exchange.choose(state, step)
         self.sent.last = last = step + updates - 1
         if self.stage(last) != self.stage(step):
-            raise ValueError(f"updates {step + 1} to {last + 1} span several stages; split the call")
+            raise ValueError(f"updates {step + 1} to {last + 1} span several stages; split them")
         size = self._run.spec.batch_size
         if self._holding is None:
             return self._run.shard_batch(self._take(updates, size, self._rows), updates)
