@@ -329,7 +329,7 @@ TABLE = {
                 f"give no layer_axes to {f.stack!r}, which stacks layers along axis 0, so that all "
                 "layers would share one trust ratio"
             ),
-            "use rules with layer_axes=(0,) for such layers, such as lamb_tpu.models.bert_rules."
+            "use rules with layer_axes=(0,) for these layers, such as lamb_tpu.models.bert_rules."
             "PARAMETERS_SCANNED (the argument scan of configs/bert_pretrain.py sets them), or "
             "config.model.scan_layers=False",
         ),
