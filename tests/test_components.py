@@ -310,7 +310,7 @@ def test_fields_of_toys_are_flags(toys: pathlib.Path) -> None:
         ),
         (
             "Wild",
-            "name='my_toys:Wild' needs statistics (noise_scale) but has no largest batch; derive its class",
+            "name='my_toys:Wild' needs statistics .noise_scale. but has no largest batch; derive its class",
         ),
         (
             "Odd",

@@ -429,7 +429,7 @@ def diverging(rate: float, **changes: Any) -> ConfigDict:
         (diverging(3e38), r"param_norm became (nan|inf) at update 2"),
         (
             diverging(3e38, log__every="12 steps", checkpoint__every="12 steps"),
-            r"param_norm became .* at update 2, .*; the last checkpoint is not yet written",
+            r"param_norm became .* at update 2 .*; the last checkpoint is not yet written",
         ),
     ],
 )
