@@ -310,7 +310,7 @@ def test_fields_of_toys_are_flags(toys: pathlib.Path) -> None:
         ),
         (
             "Wild",
-            "name='my_toys:Wild' needs the statistics noise_scale but has no largest batch; derive its class",
+            "name='my_toys:Wild' needs statistics .noise_scale. but has no largest batch; derive its class",
         ),
         ("Odd", "config.batch_rule: next_batch=.* must be a multiple of the batch granularity 8"),
         ("Broken", "custom module my_toys fails at line .*: KeyError: 'sizes'"),

@@ -58,7 +58,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "exit": ("model", "my_exiting:Net", "cannot be imported at line"),
     "syntax": ("model", "my_misspelt:f", "cannot be imported at line"),
     "constant": ("model", "my_broken:NUMBER", "names 3"),
-    "number": ("model", "my_broken:returns_number", "makes 3"),
+    "number": ("model", "my_broken:returns_number", "returns 3"),
     "refused": ("model", {"name": "my_broken:refuses", "width": 3}, "cannot be made at line 20 of"),
     "required": ("model", "my_broken:refuses", "is missing", "width", ..., "set it, because model"),
     "field": (
@@ -78,7 +78,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
         "x",
     ),
     "untrained": ("model", "my_broken:Untrained", "has a __call__ without the", "name", ...),
-    "params": ("model", "my_broken:without_params", "has an init without 'params'", "name", ...),
+    "params": ("model", "my_broken:without_params", "returns no 'params'", "name", ...),
     "state": ("model", "my_broken:without_state", "has an apply that returns", "name", ...),
     "methods": ("task", "my_broken:Lossless", "makes"),
     "task's field": (

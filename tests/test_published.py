@@ -128,7 +128,7 @@ def test_another_number_of_classes(
     run = prepare(other, tmp_path)
     assert run.start.describe().endswith(
         "100 arrays taken; new, at random: output/bias, output/kernel; optimizer state new; "
-        f"they were trained with config.task.input_mean={MEAN}, but this run has (127.5, 127.5, 127.5)"
+        f"the weights were trained with config.task.input_mean={MEAN}, but this run has (127.5, 127.5, 127.5)"
     )
     expected = from_timm("resnet18", folder / "model.safetensors")["params"]
     actual = run.first_state().params

@@ -99,7 +99,7 @@ def test_its_weights_are_the_averages(workdir: pathlib.Path, tmp_path: pathlib.P
 
 
 def test_a_second_average_is_rejected(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UserError, match="config.ema.decay=0.9 does not combine with the optimizer"):
+    with pytest.raises(UserError, match="config.ema.decay=0.9 cannot be combined with schedule_fr"):
         prepare(config(ema__decay=0.9), tmp_path)
 
 

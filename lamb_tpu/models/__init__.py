@@ -152,7 +152,7 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
 def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tuple[int, str]:
     """Returns `groups.describe_groups` for a network, or (1, '') if it has no BatchNorm.
 
-    `config` is config.model. Raises like `build`, and a ValueError if the group size does not fit.
+    `config` is config.model. Raises as `build` does, and a ValueError if the group size does not fit.
     """
     fields = dict(config)
     module = _module(fields.pop("name"), fields)
@@ -205,8 +205,8 @@ def _custom_module(
     if isinstance(made, tuple) and len(made) >= 2 and callable(made[0]) and callable(made[1]):
         return _checked(Model(*made), wrong)
     raise wrong(
-        f"makes {made!r}",
-        "make a Linen module, an NNX module with the argument rngs, or lamb_tpu.models.Model(init, apply)",
+        f"returns {made!r}",
+        "return a Linen module, an NNX module with the argument rngs, or lamb_tpu.models.Model(init, apply)",
     )
 
 
@@ -217,7 +217,7 @@ def _checked(model: Model, wrong: Callable[..., UserError]) -> Model:
         variables = model.init(key, inputs)
         if not isinstance(variables, Mapping) or "params" not in variables:
             raise wrong(
-                "has an init without 'params'", "return a mapping that has the key 'params'"
+                "has an init that returns no 'params'", "return a mapping that has the key 'params'"
             )
         return variables
 

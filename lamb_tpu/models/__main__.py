@@ -9,10 +9,10 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.models.costs import COSTS, table
 
 _NOTE = """\
-Each network has its default fields. The parameters are the trained ones. The
-multiply-adds are those of one input's forward pass, in convolutions, dense
-layers and the attention of BERT and GNMT. BERT is BERT-Base with 20 masked
-tokens.
+The costs are those of each network with its default fields. Parameters are
+trained parameters only. Multiply-adds are those of one input's forward pass, in
+convolutions, dense layers and the attention of BERT and GNMT. BERT is BERT-Base
+with 20 masked tokens.
 """
 
 

@@ -38,7 +38,7 @@ class Hypotheses(NamedTuple):
 
     Attributes:
       tokens: int32 (rows, beam, max_length), including the start token. A hypothesis that ends
-        before the others of its row repeats the end token; after the row's last step comes padding.
+        before the others of its row repeats the end token; padding follows the row's last step.
       lengths: int32 (rows, beam), including the start and end tokens.
       scores: (rows, beam), in the dtype of the logits.
       coverage: (rows, beam, source steps), the sum over decoder steps of the attention weights, in

@@ -165,15 +165,15 @@ def to_huggingface(
       ValueError: the parameters do not match the config.
     """
     if config.heads not in _ARCHITECTURES:
-        known = "; ".join(", ".join(heads) for heads in _ARCHITECTURES)
+        known = ", ".join("+".join(heads) for heads in _ARCHITECTURES)
         problem = "does not match a Hugging Face network"
-        raise UserError("config.model.heads", config.heads, problem, f"use {known}")
+        raise UserError("config.model.heads", config.heads, problem, f"use one of {known}")
     # transformers has no stacked layers.
     flat = flatten_dict(unstack_layers(params), sep="/")
     names = _names(config)
     if set(flat) != set(names):
         differing = ", ".join(sorted(set(flat) ^ set(names)))
-        raise ValueError(f"params must have the parameters of the config; differing: {differing}")
+        raise ValueError(f"params does not match the config; add or remove {differing}")
     tensors = {
         name: np.ascontiguousarray(_theirs(path, np.asarray(flat[path], np.float32)))
         for path, name in names.items()
@@ -226,7 +226,7 @@ def _read_settings(directory: pathlib.Path) -> dict[str, Any]:
         settings = reading.read_json(file)
     except ValueError as error:
         raise unreadable(file, error, "copy it again", "is not JSON") from None
-    # Accepted values; None where config.json may omit the key.
+    # Accepted values; None means that config.json may omit the key.
     expected = {
         "model_type": ("bert",),
         "position_embedding_type": ("absolute", None),
@@ -258,7 +258,7 @@ def _check_tied(tensors: Mapping[str, np.ndarray], config: BertConfig, file: pat
             original in tensors and np.array_equal(tensors[copy], tensors[original])
         ):
             raise UserError(
-                file, ..., f"has a {copy} that differs from {original}", "make them equal"
+                file, ..., f"has a {copy} that differs from {original}", "make the two equal"
             )
 
 

@@ -91,7 +91,7 @@ class BertConfig(LayerConfig):
         heads = self.heads
         is_list = isinstance(heads, (list, tuple)) and all(head in HEADS for head in heads)
         if not is_list or len(set(heads)) < len(heads):
-            problem = "is not a list of heads"
+            problem = "is not a list of different heads"
             raise UserError("config.model.heads", heads, problem, f"use some of {', '.join(HEADS)}")
         # A config file has a list, in any order; a tuple is hashable, and its order is fixed here.
         object.__setattr__(self, "heads", tuple(head for head in HEADS if head in heads))
@@ -127,7 +127,7 @@ class Embeddings(nn.Module):
         return self.dropout(x, train)
 
     def scores(self, x: jax.Array) -> jax.Array:
-        """Multiplies vectors (..., hidden) by all word embeddings: float32 (..., vocab_size)."""
+        """Multiplies vectors (..., hidden) by all word embeddings; returns float32 (..., vocab_size)."""
         word = self.word.astype(x.dtype)
         return jnp.einsum("...h,vh->...v", x, word, preferred_element_type=jnp.float32)
 

@@ -61,7 +61,7 @@ class DavidNet(nn.Module):
         if self.width < 1:
             raise ArgumentError("width", self.width, "is out of range", "use at least 1")
         if any(size % 8 for size in inputs.shape[1:3]):
-            problem = f"gets images of shape {inputs.shape[1:]}"
+            problem = f"cannot process images of shape {inputs.shape[1:]}"
             remedy = "use height and width divisible by 8"
             raise ArgumentError("the network DavidNet", ..., problem, remedy)
         conv = functools.partial(

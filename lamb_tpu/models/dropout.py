@@ -61,7 +61,7 @@ def positions_of(rows: int) -> jax.Array:
         return jnp.arange(rows, dtype=jnp.int32)
     if positions.shape != (rows,):
         raise ValueError(
-            f"positions of shape {positions.shape} must have one position for each of {rows} rows"
+            f"positions has shape {positions.shape}, but must have shape ({rows},): one per row"
         )
     return positions
 
@@ -81,7 +81,7 @@ def draw_kept(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
       shape: shape of the mask, (rows, ...).
 
     Raises:
-      ValueError: `example_positions` has set another number of positions than rows.
+      ValueError: the number of positions set by `example_positions` differs from the number of rows.
     """
     rows, *row = shape
     positions = positions_of(rows)

@@ -105,7 +105,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, train: bool) -> jax.Array:
-        """Maps (batch / packed, height, width, packed x channels), downsampled by the stride."""
+        """Applies the block to (batch / packed, height, width, packed x channels)."""
         channels = inputs.shape[-1] // self.packed
         width = channels * self.expansion
         conv = functools.partial(Conv, dtype=self.dtype, kernel_init=_CONV_INIT, packed=self.packed)

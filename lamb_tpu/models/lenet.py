@@ -35,7 +35,7 @@ class LeNet(nn.Module):
           ValueError: height or width of the images is not a multiple of 4.
         """
         if any(size % 4 for size in inputs.shape[1:3]):
-            problem = f"gets images of shape {inputs.shape[1:]}"
+            problem = f"cannot process images of shape {inputs.shape[1:]}"
             remedy = "use height and width divisible by 4"
             raise ArgumentError("the network LeNet", ..., problem, remedy)
         x = inputs
@@ -65,8 +65,8 @@ class LeNet5(nn.Module):
         """
         del train
         if min(inputs.shape[1:3]) < 12:
-            problem = f"gets images of shape {inputs.shape[1:]}"
-            raise ArgumentError("the network LeNet-5", ..., problem, "use 12x12 or more")
+            problem = f"cannot process images of shape {inputs.shape[1:]}"
+            raise ArgumentError("the network LeNet-5", ..., problem, "use at least 12x12 pixels")
         x = _Conv(6, (5, 5), padding="SAME", name="conv1")(inputs)
         x = max_pool_2x2(nn.relu(x))
         x = _Conv(16, (5, 5), padding="VALID", name="conv2")(x)

@@ -92,8 +92,8 @@ def uniform_within(scale: float) -> nn.initializers.Initializer:
 def uniform_dense(
     features: int, scale: float, dtype: str, name: str, use_bias: bool = True
 ) -> nn.Dense:
-    """Returns a dense layer with initial values from `uniform_within`, and at least float32 outputs."""
-    # By default products of bfloat16 are rounded to bfloat16.
+    """Returns a dense layer with initial values from `uniform_within` and float32 or wider outputs."""
+    # By default, products of bfloat16 are rounded to bfloat16.
     wide = np.promote_types(jnp.dtype(dtype), jnp.float32)
     return Dense(
         features,
@@ -110,8 +110,8 @@ class RowLSTM(nn.Module):
     """An LSTM that reads an image row by row, and a dense layer on its last output.
 
     This is the first of the four applications in the LEGW paper (arXiv:1901.08256), with 28 rows of
-    28 pixels and 128 cells. That a dense layer is applied to each row before the LSTM is from memory
-    of the paper, and was not verified.
+    28 pixels and 128 cells. The dense layer on each row before the LSTM is from memory of the paper and
+    has not been verified.
 
     Attributes:
       num_classes: width of the output.

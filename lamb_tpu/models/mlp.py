@@ -36,7 +36,7 @@ class MLP(nn.Module):
         sizes = self.hidden_sizes
         # Reject strings explicitly, because `all` of an empty string is true.
         if isinstance(sizes, str) or not all(type(size) is int and size > 0 for size in sizes):
-            problem = "has the wrong type"
+            problem = "has an invalid layer size"
             raise ArgumentError("hidden_sizes", sizes, problem, "use whole numbers of at least 1")
         if len(sizes) > _MOST_LAYERS:
             problem = f"has {len(sizes):,} layers"

@@ -34,11 +34,11 @@ class BatchNorm(nn.Module):
 
     Parameters and running averages are float32, and statistics are float32 or, for float64 inputs,
     float64; the output has the input's dtype. One pass over the activations computes the mean and
-    variance of each example from the differences d to one of its pixels, as E[d] and
-    E[d^2] - E[d]^2. With differences to a value far from the mean, this subtraction would lose
-    digits. The moments of a group are combined from those of its examples.
+    variance of each example from E[d] and E[d^2] - E[d]^2; d is the difference from one pixel of the
+    example. With differences from a value far from the mean, this subtraction would lose digits. The
+    moments of a group are combined from those of its examples.
 
-    For bfloat16 inputs, d is the difference to the running mean. The running mean is known before
+    For bfloat16 inputs, d is the difference from the running mean. The running mean is known before
     the activations, so the sums fuse with the computation of the activations, and need one round of
     communication instead of two. If the running mean is 100 standard deviations away, the relative
     error of the variance is a thousandth. This is small beside the rounding of bfloat16 values to 8
@@ -105,7 +105,7 @@ class BatchNorm(nn.Module):
             "use_running_average", self.use_running_average, use_running_average
         )
         if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-            remedy = "use floating-point (batch, ..., channels)"
+            remedy = "use a floating-point array (batch, ..., channels)"
             raise ArgumentError("input of BatchNorm", ..., f"is {x.dtype}{x.shape}", remedy)
         if not 0 <= self.momentum <= 1:
             raise ArgumentError("momentum", self.momentum, "is out of range", "use 0 to 1")
@@ -171,7 +171,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
         if moment not in ("mean", "var") or name not in moments_by_name:
             raise ValueError(
                 f"the model's state has {name}, which is not a running average of "
-                "lamb_tpu.models.norm.BatchNorm, so it cannot be combined over microbatches"
+                "lamb_tpu.models.norm.BatchNorm; use that layer, or only one microbatch"
             )
         # (microbatches, channels); with stacked layers (microbatches, layers, channels).
         means = moments_by_name[f"{layer}/mean"]
@@ -188,7 +188,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
 def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
     """Adds the moments of one more microbatch to a running total, for `combine_moments`.
 
-    The total has the mean of the microbatches' means, the mean of their variances, and the variance
+    The total holds the mean of the microbatches' means, the mean of their variances, and the variance
     of their means as `between`. `as_one` converts a total for `combine_moments`. `index` is the number
     of previous microbatches; if it is 0, the values of `total` are ignored. If `total` is None, the
     result is a total of `new` alone.
@@ -228,7 +228,7 @@ def _group_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and variance of each group, (groups, channels).
 
-    Differences are taken to `centre`, (1, channels), or, if it is None, to values near `x`. Apart
+    Differences are taken from `centre`, (1, channels), or, if it is None, from values near `x`. Apart
     from rounding, the centre changes neither the result nor its derivatives of any order. It is
     therefore treated as a constant, which saves a round of communication in the backward pass.
     """

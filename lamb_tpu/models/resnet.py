@@ -54,7 +54,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, height, width, channels), downsampled by the stride."""
+        """Applies the block to (batch, height, width, channels)."""
         y, shortcut, stride, last = x, x, self.stride, len(self.layers)
         for index, (kernel, channels) in enumerate(self.layers, start=1):
             y = _conv(channels, kernel, stride if kernel == 3 else 1, self.dtype, f"conv{index}")(y)

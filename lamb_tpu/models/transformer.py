@@ -67,9 +67,9 @@ class LayerConfig:
 def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
     """Splits activations over the mesh axis 'sequence' if the current mesh has this axis.
 
-    The compiler decides about the other mesh axes. Between two layers, each device has a segment of
-    every sequence; in attention, it has some of the heads for all tokens. The compiler therefore
-    inserts all-to-alls that exchange tokens for heads and back.
+    The compiler chooses the split over the other mesh axes. Between two layers, each device has a
+    segment of every sequence; in attention, it has some of the heads for all tokens. The compiler
+    therefore inserts all-to-alls that exchange tokens for heads and back.
 
     Args:
       x: (batch, length, ...); with `heads` (batch, length, heads, width).
@@ -81,7 +81,7 @@ def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if SEQUENCE_AXIS not in mesh.axis_names:
         return x
-    # None would mean replicated, but the compiler must decide about the batch axis.
+    # None would mean replicated, but the compiler must choose the sharding of the batch axis.
     free = PartitionSpec.UNCONSTRAINED
     if heads:
         axes = tuple(axis for axis in (HEADS_AXIS, SEQUENCE_AXIS) if axis in mesh.axis_names)

@@ -42,7 +42,7 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
         raise UserError("config.batch_rule.name", name, "is not a batch rule", remedy)
     # Memory checks and plans need the largest batch.
     if made.needs and not issubclass(made, Bounded):
-        problem = f"needs the statistics {', '.join(made.needs)} but has no largest batch"
+        problem = f"needs statistics ({', '.join(made.needs)}) but has no largest batch"
         remedy = "derive its class from lamb_tpu.batching.rules.Bounded"
         raise UserError("config.batch_rule.name", name, problem, remedy)
     if strange := sorted(set(made.needs) - set(STATISTICS)):
@@ -68,12 +68,12 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
 
 
 def _in_pairs(spec: Spec, rule: type[Rule]) -> bool:
-    """Returns whether a batch must consist of pairs of microbatches, which are compared."""
+    """Returns whether a batch must consist of pairs of microbatches, which the run compares."""
     what = compares_parts(spec, rule)
     if spec.parallel.backend != "jit" or not what:
         return False
     if spec.accumulation_steps % 2:
-        problem = f"is odd, and {what} compares pairs of microbatches"
+        problem = f"is odd, but {what} compares pairs of microbatches"
         raise UserError(
             "config.accumulation_steps",
             spec.accumulation_steps,

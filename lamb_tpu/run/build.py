@@ -140,7 +140,7 @@ class Run:
         return self.spec.batch_size * data.tokens_of(self.train_set.element_spec)
 
     def amounts(self) -> dict[str, float]:
-        """Returns the amount of each rate in config.batch_size examples, for `throughput.Throughput`."""
+        """Returns what config.batch_size examples add to each rate of `throughput.Throughput`."""
         amounts: dict[str, float] = {"examples_per_second": self.spec.batch_size}
         if self.tokens_per_update:
             amounts["tokens_per_second"] = self.tokens_per_update
@@ -188,7 +188,7 @@ class Run:
         """Creates the state before the first update, with the run's shardings."""
         key = jax.random.key(self.spec.seed)
         given = self.start.values(self.abstract_state) if self.start else {}
-        # Without out_shardings jit puts scalars, such as the optimizer's count, on one device, and
+        # Without out_shardings, jit puts scalars, such as the optimizer's count, on one device, and
         # the step over the mesh rejects them.
         return jax.jit(self.init, out_shardings=self.shardings)(key, given)
 
@@ -285,14 +285,14 @@ def prepare(
 ) -> Run:
     """Builds a run after checking config, workdir and data, cheapest checks first.
 
-    Compiles nothing. Creates only the workdir and, if it is missing, the prepared data set.
+    Compiles nothing. Creates only the workdir and, if missing, the prepared data set.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
       workdir: folder of the run; None to plan a run or to evaluate initial weights.
       devices: devices of the mesh; None: all.
-      training: False for an evaluation. Its evaluation split may differ from the run's, and its
-        number of devices need not divide the training batch.
+      training: False for an evaluation. The evaluation split may then differ from that of the run,
+        and the training batch need not be divisible by the number of devices.
       load: loads the data sets; None: `data.load`. A plan uses `data.load_shapes`.
 
     Raises:
@@ -313,7 +313,7 @@ def prepare(
     report = leaves.report(
         optimizer.name, parts.state.opt_state, parts.params, optimizer.rules, optimizer.arguments
     )
-    # The folder of a resumed run records its parameters and its vocabulary.
+    # A resumed run must have the parameters and the vocabulary that its folder records.
     if folder is not None:
         folder.check_parameters(report.table())
         folder.check_text(train_set)
@@ -443,6 +443,6 @@ def _check_step(parts: Combination, recipe: Recipe, abstract_state: state_lib.Tr
     compatibility.check(parts, "state")
     statistics.check_state(parts.asked, state)
     in_microbatches = parts.rule is not None or bool(parts.asked)
-    # Under jit without microbatches each layer sees the full batch.
+    # Under jit without microbatches, each layer sees the full batch, so skip the check.
     if parts.named or spec.accumulation_steps > 1 or in_microbatches:
         checks.check_statistics(spec, parts.plain_task, state, parts.train_set, in_microbatches)

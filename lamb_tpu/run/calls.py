@@ -26,8 +26,8 @@ class Calls:
 
     Args:
       most: largest number of updates in a call.
-      ends: returns whether a call must end at an update, counted from 1. The constructor calls it
-        for up to 4,000 updates ahead, and `count` once per update, shortly before this update.
+      ends: returns whether a call must end at an update, counted from 1. The constructor calls `ends`
+        for up to 4,000 updates ahead; `count` calls it once per update, shortly before that update.
       first: number of completed updates.
       total: number of updates of the run.
     """
@@ -48,7 +48,7 @@ class Calls:
                 if update == total or ends(update):
                     distances.append(update - last)
                     last = update
-            # No end within these updates: the next end is at least this far away.
+            # If no call must end within these updates, the next end is at least this far away.
             distances = distances or [min(total, first + _PLANNED) - last]
             self.size = best_size(distances, most)
 
@@ -110,6 +110,6 @@ def make_calls(
 
 
 def added_by_host(spec: Spec) -> str:
-    """Returns the key=value that makes the host add up microbatches; '' if the device does."""
+    """Returns the key=value that makes the host add up microbatches; '' if the devices add them."""
     changes = batches.check_rule(spec)[0] is not None
     return f"config.batch_rule.name={spec.batch_rule.name!r}" if changes else ""

@@ -27,7 +27,7 @@ def check_single(spec: Spec) -> None:
     if spec.phases:
         raise UserError(
             "config.phases",
-            problem=f"has the phases {', '.join(sorted(spec.phases))}, each in a folder of its name",
+            problem=f"has phases ({', '.join(sorted(spec.phases))}), each in the folder of that name",
             remedy="give one of these folders as --workdir; with --config, choose one phase, for "
             "example with the config's argument phase=N",
         )
@@ -56,7 +56,7 @@ def check_batch(spec: Spec, mesh: Mesh | AbstractMesh) -> tuple[int, str]:
         over = f"the {shards} batch shards of config.mesh"
     mesh_lib.check_divides("config.batch_size", spec.batch_size, shards, over)
     if steps > 1:
-        over += f" in config.accumulation_steps={steps} microbatches"
+        over += f" times config.accumulation_steps={steps}"
         mesh_lib.check_divides("config.batch_size", spec.batch_size, shards * steps, over)
     # BatchNorm sees one microbatch at a time.
     with naming("config.model"):
@@ -64,7 +64,7 @@ def check_batch(spec: Spec, mesh: Mesh | AbstractMesh) -> tuple[int, str]:
 
 
 def batch_unit(spec: Spec, mesh: Mesh, task: tasks.Task) -> int:
-    """Returns a number that must divide each batch size; groups of BatchNorm may need a larger one."""
+    """Returns a number that must divide each batch size; BatchNorm groups may need a larger divisor."""
     pair = 2 if getattr(task, "mixed_by", ()) else 1
     return pair * mesh_lib.num_batch_shards(mesh) * spec.accumulation_steps
 
@@ -80,8 +80,8 @@ def check_pairs(spec: Spec, mesh: Mesh, task: tasks.Task) -> None:
             "config.batch_size",
             spec.batch_size,
             batch_unit(spec, mesh, task),
-            f"the {shards} devices of config.mesh in config.accumulation_steps={steps} microbatches "
-            f"of complete example pairs, which config.task.{names[0]} mixes",
+            f"the {shards} devices of config.mesh times config.accumulation_steps={steps} times 2, "
+            f"because config.task.{names[0]} mixes pairs of examples",
         )
 
 

@@ -129,14 +129,14 @@ class Combination:
 
     @property
     def order(self) -> str:
-        """The reading order of the training set if it needs a constant batch size; otherwise ''."""
+        """The training set's reading order if that order needs a constant batch size; otherwise ''."""
         if self.train_set.streams is not None:
             return "streams of text"
         return "batches of similar length" if self.train_set.buckets is not None else ""
 
     @property
     def sums(self) -> bool:
-        """True if the optimizer itself sums over devices, so that the step must not."""
+        """True if the optimizer itself sums over devices, so that the step must not sum too."""
         return isinstance(self.tx, Reducing)
 
     @property
@@ -155,7 +155,7 @@ class Combination:
 
     @property
     def takes_axis(self) -> bool:
-        """True if the optimizer takes the mesh axes over which a parameter is sharded."""
+        """True if the optimizer has an argument for the mesh axes over which a parameter is sharded."""
         build = self.optimizer.build
         if not callable(build):
             return True
@@ -181,6 +181,6 @@ class Combination:
 
     @property
     def layer(self) -> str:
-        """Path of a layer that keeps batch statistics, like BatchNorm; '' for none."""
+        """Path of a layer that stores batch statistics, like BatchNorm; '' for none."""
         path = next(iter(parameters.leaf_paths(self.state.model_state)), "")
         return path.rpartition("/")[0].partition("/")[2] or path

@@ -14,7 +14,7 @@ A component of another package declares its requirements as a class or function 
 
     requires = {"ema.decay": (0.0, "which averages the weights itself")}
 
-A config with another value of such a key is rejected. `checks` has the checks of numbers, such as a
+A config with another value of such a key is rejected. The module `checks` checks numbers, such as a
 batch size that must be divisible by the number of devices.
 """
 
@@ -80,7 +80,7 @@ def _per_example(f: Combination) -> Subject:
 
 def _host_adds(f: Combination) -> str:
     key = calls.added_by_host(f.spec)
-    return f"needs one program, but under {key} the host adds up the microbatches of each update"
+    return f"needs each update to be one program, but under {key} the host adds up the microbatches"
 
 
 _EXCHANGE = "parallel.exchange.name"
@@ -98,8 +98,8 @@ TABLE = {
             "`phases`",
             lambda f: f.spec.phases,
             "seeds",
-            lambda f: f"does not combine with config.phases ({', '.join(sorted(f.spec.phases))})",
-            "use ''",
+            lambda f: f"cannot be combined with config.phases ({', '.join(sorted(f.spec.phases))})",
+            "use '' and choose one seed with config.seed",
         ),
         Conflict(
             "`seeds`",
@@ -107,7 +107,7 @@ TABLE = {
             lambda f: calls.added_by_host(f.spec),
             "seeds",
             _host_adds,
-            "use ''",
+            "use '' and choose one seed with config.seed",
         ),
     ),
     "config": (
@@ -116,7 +116,7 @@ TABLE = {
             "`mesh.model` or `mesh.sequence` above 1",
             lambda f: f.named and f.axis,
             "parallel.backend",
-            lambda f: f"splits only the batch, not config.mesh.{f.axis}",
+            lambda f: f"supports only mesh axes that split the batch, not config.mesh.{f.axis}",
             "use 'jit'",
             always=True,
         ),
@@ -125,7 +125,7 @@ TABLE = {
             "`ema.decay`",
             lambda f: f.optimizer.name == "schedule_free_adamw" and f.spec.ema.decay > 0,
             "ema.decay",
-            "does not combine with the optimizer schedule_free_adamw, which averages the weights itself",
+            "cannot be combined with schedule_free_adamw, which averages the weights itself",
             "use 0",
             always=True,
         ),
@@ -163,7 +163,7 @@ TABLE = {
             lambda f: not f.rounds_only and f.of_sums,
             _EXCHANGE,
             lambda f: f"changes the sum with which {f.of_sums} compares parts of the batch",
-            "use 'float32' or 'bfloat16', or leave out the comparison",
+            "use 'float32' or 'bfloat16', or remove the setting that needs the comparison",
         ),
         Conflict(
             _CHANGES,
@@ -171,7 +171,7 @@ TABLE = {
             lambda f: not f.bounds[0] <= f.spec.batch_size <= f.bounds[1],
             "batch_size",
             lambda f: f"is outside the bounds of config.batch_rule, {f.bounds[0]} to {f.bounds[1]}",
-            "begin with a batch within them, or change config.batch_rule.lower or upper",
+            "use a batch size within them, or change config.batch_rule.lower or upper",
             always=True,
         ),
         Conflict(
@@ -198,7 +198,7 @@ TABLE = {
             "`parallel.backend='shard_map'` on one device",
             lambda f: f.rule is not None and f.named and f.shards == 1 and f.compared,
             "parallel.backend",
-            lambda f: f"compares devices for {f.compared}, and there is only one",
+            lambda f: f"compares devices for {f.compared}, but there is only one device",
             "use 'jit', which compares microbatches",
         ),
         Conflict(
@@ -215,7 +215,7 @@ TABLE = {
             lambda f: f.asked and f.task.model.carry_shape is not None,
             _statistic,
             lambda f: f"splits each batch, but {f.spec.model.name!r} carries a state for each row",
-            "leave it out",
+            "remove this setting",
         ),
         Conflict(
             "`statistics.noise_scale`, `preconditioned`",
@@ -226,7 +226,7 @@ TABLE = {
                 and f.spec.accumulation_steps * f.devices == 1
             ),
             _statistic,
-            "compares the parts of a batch, but there is only one",
+            "compares the parts of a batch, but there is only one part",
             "set config.accumulation_steps to at least 2, or use config.parallel.backend='shard_map' "
             "on several devices",
         ),
@@ -235,7 +235,7 @@ TABLE = {
             "an odd number of devices under `shard_map`",
             lambda f: f.asked.halves and f.devices > 1 and f.devices % 2,
             _halves,
-            lambda f: f"compares even and odd devices, but the batch is split over {f.devices}",
+            lambda f: f"compares even and odd devices, but {f.devices} devices share the batch",
             "use an even number of devices, or config.parallel.backend='jit'",
         ),
         Conflict(
@@ -260,7 +260,7 @@ TABLE = {
             lambda f: f.devices > 1 and f.group_replicas > 1 and f.switch,
             lambda f: (f"config.statistics.{f.switch}", True, ""),
             lambda f: (
-                f"compares devices, and with config.model.group_size={f.spec.model.get('group_size')} "
+                f"compares devices, but with config.model.group_size={f.spec.model.get('group_size')} "
                 f"the gradients of {f.group_replicas} devices depend on each other"
             ),
             lambda f: f"use a group_size of at most {batches.granularity(f.spec) // f.shards}",
@@ -316,7 +316,7 @@ TABLE = {
                 f"splits each batch, but {data.title(f.train_set)} is read in {f.order}, which cannot "
                 "be split"
             ),
-            "leave it out",
+            "remove this setting",
         ),
     ),
     "layout": (
@@ -329,7 +329,7 @@ TABLE = {
                 f"give no layer_axes to {f.stack!r}, which stacks layers along axis 0, so that all "
                 "layers would share one trust ratio"
             ),
-            "use rules with layer_axes=(0,) for them, such as lamb_tpu.models.bert_rules."
+            "use rules with layer_axes=(0,) for these layers, such as lamb_tpu.models.bert_rules."
             "PARAMETERS_SCANNED (the argument scan of configs/bert_pretrain.py sets them), or "
             "config.model.scan_layers=False",
         ),
@@ -353,8 +353,8 @@ TABLE = {
             lambda f: f.exchange.has_momentum and f.momentum,
             _EXCHANGE,
             lambda f: (
-                f"has a momentum, and config.optimizer.{f.momentum}="
-                f"{f.optimizer.arguments[f.momentum]!r} of {f.optimizer.name!r} is a second one"
+                f"applies a momentum, and config.optimizer.{f.momentum}="
+                f"{f.optimizer.arguments[f.momentum]!r} of {f.optimizer.name!r} adds a second one"
             ),
             lambda f: (
                 f"set config.optimizer.{f.momentum} or config.parallel.exchange.momentum to 0, or "
@@ -366,7 +366,7 @@ TABLE = {
             "`parallel.backend='jit'` on several devices",
             lambda f: f.sums and not f.named and f.shards > 1,
             "optimizer.name",
-            "sums over devices by itself, which is not possible with config.parallel.backend='jit'",
+            "itself sums over devices, which is not possible with config.parallel.backend='jit'",
             "use config.parallel.backend='shard_map'",
         ),
         Conflict(
@@ -383,7 +383,7 @@ TABLE = {
             "`parallel.optimizer_state='zero1'`",
             lambda f: f.sums and f.spec.parallel.optimizer_state != "replicated",
             "optimizer.name",
-            "sums over devices by itself and needs its full state on each device",
+            "itself sums over devices and needs its full state on each device",
             "set config.parallel.optimizer_state='replicated'",
         ),
         Conflict(
@@ -391,7 +391,7 @@ TABLE = {
             "`parallel.rules`",
             lambda f: f.sums and f.spec.parallel.rules,
             "optimizer.name",
-            "sums over devices by itself and needs full parameters on each device",
+            "itself sums over devices and needs full parameters on each device",
             "leave config.parallel.rules empty",
         ),
         Conflict(
@@ -399,13 +399,13 @@ TABLE = {
             "`statistics` that compare parts of a batch",
             lambda f: f.sums and (f.asked.noise_scale or f.asked.preconditioned or f.asked.halves),
             "optimizer.name",
-            "sums over devices by itself, so there is no gradient of the batch for statistics of its parts",
+            "itself sums over devices, so the step has no gradient of the batch for these statistics",
             "leave out config.statistics and any config.batch_rule that needs statistics",
         ),
         Conflict(
             "`onebit_lamb`, `onebit_adam`, `zero_one_adam`",
             "the exchange `float32` on several devices",
-            # Only `Staged` optimizers: a custom optimizer may sum by itself for another reason.
+            # Only `Staged` optimizers: a custom optimizer may sum over devices for another reason.
             lambda f: (
                 f.sums
                 and f.shards > 1
@@ -413,7 +413,7 @@ TABLE = {
                 and f.exchange_name == "float32"
             ),
             "optimizer.name",
-            "sums over devices by itself to send fewer bits than the exchange 'float32' does",
+            "itself sums over devices to send fewer bits than the exchange 'float32' does",
             "set config.parallel.exchange.name='onebit'",
         ),
     ),
@@ -427,7 +427,7 @@ TABLE = {
                 f"needs independent examples, but the model's layer {f.layer!r} keeps statistics of "
                 "the batch, like BatchNorm"
             ),
-            "leave out one of the two",
+            "use a network without such layers, or remove this setting",
         ),
     ),
 }
@@ -440,7 +440,7 @@ def rejection(run: Combination, stage: str) -> UserError | None:
 
 
 def check(run: Combination, stage: str) -> None:
-    """Raises the error of `rejection`; `run` must have all components that the stage needs."""
+    """Raises the error that `rejection` returns; `run` must have all components of the stage."""
     if stage == "config":
         _check_declared(run)
     if error := rejection(run, stage):
@@ -459,7 +459,7 @@ def _check_declared(run: Combination) -> None:
     ):
         for needed, (value, reason) in getattr(component, "requires", {}).items():
             if (actual := value_of(spec, needed)) != value:
-                problem = f"does not combine with config.{key}={name!r}, {reason}"
+                problem = f"cannot be combined with config.{key}={name!r}, {reason}"
                 raise UserError(f"config.{needed}", actual, problem, f"use {value!r}")
 
 

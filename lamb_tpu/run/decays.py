@@ -36,7 +36,7 @@ class DecaySpan(NamedTuple):
 
 
 def constant(run: DecaySpan) -> dict[str, Any]:
-    """Stays at the peak."""
+    """Keeps the learning rate at the peak."""
     return dict(decay="constant")
 
 
@@ -64,7 +64,7 @@ def step(run: DecaySpan, decay_factor: float, boundaries: str) -> dict[str, Any]
     """Multiplies the rate by `decay_factor` at each boundary."""
     _check_factor("step", decay_factor)
     if run.decay_from != "zero":
-        problem = "does not combine with the decay 'step', which counts boundaries from update 0"
+        problem = "cannot be combined with the decay 'step', which counts boundaries from update 0"
         raise UserError("config.schedule.decay_from", run.decay_from, problem, "use 'zero'")
     with naming("config.schedule.boundaries"):
         edges = [run.in_steps(text) for text in boundaries.split(",")]

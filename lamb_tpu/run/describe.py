@@ -106,6 +106,6 @@ def _describe_flops(run: Run) -> str:
     needed = f"{run.model_flops:.4g}" if run.model_flops else "an unknown number of"
     peak = topology.peak_flops(kind)
     at_most = f"does at most {peak:.4g} a second" if peak else "has no known peak"
-    # With a changing batch size the FLOPs are proportional to the examples of an update.
+    # With a changing batch size, the FLOPs are proportional to the number of examples in an update.
     of = "" if run.recipe.path is None else f" of {run.spec.batch_size:,} examples"
     return f"arithmetic: {needed} model FLOPs an update{of}; a {kind} device {at_most}"

@@ -41,7 +41,7 @@ def make_evaluator(
 
     Args:
       run: the run.
-      between: called before each batch, in all processes before the same batches; may raise.
+      between: called before each batch, at the same batches in all processes; may raise.
       keep_file: called in the first process with the name and text of each file that a `HostScored`
         task makes; for the averaged weights, 'ema_' precedes the name.
       files_prefix: prefix of all file names.
@@ -143,7 +143,7 @@ class _Evaluator:
             if self._holds:
                 held.append(sharded)
             yield sharded
-        # Only a complete evaluation gets here.
+        # Only a complete evaluation reaches this line.
         if not failures:
             self._held.extend(held)
 

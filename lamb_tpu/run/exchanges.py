@@ -31,7 +31,7 @@ def make(spec: Spec, mesh: Mesh) -> Exchange:
             re.compile(pattern)
         except re.error as error:
             problem = f"has {pattern!r}, which is not a valid regular expression ({error})"
-            raise UserError(f"{_KEY}.{_WIDE}", ABSENT, problem, "correct it") from None
+            raise UserError(f"{_KEY}.{_WIDE}", ABSENT, problem, "correct the expression") from None
     try:
         return exchange_over(mesh, EXCHANGES.find(name), options)
     except (ValueError, TypeError) as error:

@@ -148,7 +148,7 @@ def find(spec: Spec, folder: Workdir | None) -> InitialWeights | None:
     if folder.has_checkpoint():
         if record is None and source is not None:
             problem = (
-                f"does not fit the run in --workdir {folder.path}: it began from random weights"
+                f"does not fit the run in --workdir {folder.path}, which began from random weights"
             )
             remedy = "give another --workdir, or leave out config.init_from to resume that run"
             raise UserError("config.init_from", source, problem, remedy)
@@ -190,7 +190,7 @@ def of_weights(spec: Spec) -> InitialWeights:
     notes: tuple[str, ...] = ()
     if weights.unfinished:
         record["unfinished"] = weights.unfinished
-        notes = (f"that run has not ended ({weights.unfinished})",)
+        notes = (f"the source run has not ended ({weights.unfinished})",)
     return InitialWeights(record, weights, notes=notes)
 
 
@@ -259,7 +259,7 @@ def match(
         ours, theirs = here[path].shape, available[path].shape
         words = ""
         if path == "params/embeddings/word" and ours[1:] == theirs[1:]:
-            words = f": its vocabulary has {theirs[0]:,} words, that of this run {ours[0]:,}"
+            words = f": its vocabulary has {theirs[0]:,} words, and this run's has {ours[0]:,}"
         problem = f"has {_short(path)} of shape {theirs}, but this model needs {ours}{words}"
         raise UserError(where, ABSENT, problem, remedy)
     if not taken:
@@ -289,7 +289,7 @@ def _check_opt_state(
             raise UserError(
                 where,
                 problem="has the state of another optimizer or of other parameters: "
-                f"{path} is {theirs.get(path, 'missing')}, in this run {ours.get(path, 'missing')}",
+                f"{path} is {theirs.get(path, 'missing')}, but in this run {ours.get(path, 'missing')}",
                 remedy="use the same optimizer, or config.init.optimizer_state='reset'",
             )
 
@@ -334,7 +334,7 @@ def _check_text(weights: Weights, train_set: Source) -> None:
         if theirs != ours:
             raise UserError(
                 f"config.init_from: {weights.folder}",
-                problem=f"has another vocabulary than {title(train_set)}: its token {number} is "
+                problem=f"has a different vocabulary from {title(train_set)}: its token {number} is "
                 f"{theirs!r} and not {ours!r}",
                 remedy="prepare the data with the vocab.txt of these weights",
             )
@@ -348,7 +348,7 @@ def _other_pixels(weights: Weights, task: Component) -> tuple[str, ...]:
         # The published values are rounded; pixels are 0 ... 255.
         if not np.allclose(ours, theirs, atol=0.01):
             notes.append(
-                f"they were trained with config.task.{field}={theirs}, but this run has {ours}"
+                f"the weights were trained with config.task.{field}={theirs}, but this run has {ours}"
             )
     return tuple(notes)
 
@@ -379,7 +379,7 @@ def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
     ):
         raise UserError(
             f"config.init_from: {path.removesuffix('/')}",
-            problem="is a list of which only some elements fit",
+            problem="is a list, and only some of its elements fit",
             remedy="use a dictionary for such parameters",
         )
     return None if all(value is None for value in items_there) else items_there
@@ -398,7 +398,7 @@ def _list(paths: Sequence[str]) -> str:
 def data_options(
     given: Mapping[str, Any], folder: Workdir | None, start: InitialWeights | None
 ) -> dict[str, Any]:
-    """Returns config.data.options; an empty vocabulary becomes that of the initial weights."""
+    """Returns config.data.options; an empty `vocab` becomes that of the run or its initial weights."""
     options = dict(given)
     if options.get("vocab") == "":
         beside = [] if folder is None else [folder.path]  # a resumed run has saved its vocabulary

@@ -31,7 +31,7 @@ def unknown(config: Mapping[str, Any], key: str) -> str:
     averages = tuple(f"ema_{name}" for name in names) if config["ema.decay"] else ()
     if key in averages:
         return ""
-    return f"which the task {task!r} does not measure; it has: {', '.join(names + averages)}"
+    return f"which the task {task!r} does not measure; use one of {', '.join(names + averages)}"
 
 
 def choose(

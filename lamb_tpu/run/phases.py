@@ -53,7 +53,7 @@ def split(config: Config, workdir: str | os.PathLike[str] = "") -> list[Phase]:
         where, changes = f"config.phases.{name}", plain(spec.phases[name])
         if not re.fullmatch(r"\w[\w-]*", name) or name in _TAKEN:
             problem = f": {name!r} cannot be the name of a folder of the run"
-            remedy = f"use letters, digits, '_' and '-', and none of {', '.join(_TAKEN)}"
+            remedy = f"use letters, digits, '_' and '-', but none of the names {', '.join(_TAKEN)}"
             raise UserError(where, ABSENT, problem, remedy)
         if not isinstance(changes, dict) or not changes:
             problem = "is not a ConfigDict with keys"
@@ -143,7 +143,7 @@ def _prepare(phase: Phase, before: Run | None) -> Run:
     if before is not None:
         state = before.abstract_state
         there = {field: getattr(state, field) for field in ("params", "model_state", "opt_state")}
-        where = "the phase before it"
+        where = "the previous phase"
         # Call `match` only to check that the weights will fit.
         initial.match(phase.config, run.abstract_state, there, before.spec.model.as_dict(), where)
     return run

@@ -50,7 +50,7 @@ def check_data(run: Run, training: bool = True) -> None:
             train_check(run).read(indices, epochs)
         trained, evaluated = train_set.num_classes, eval_set.num_classes
         if trained is not None and evaluated is not None and evaluated > trained:
-            problem = f"has {evaluated} classes, and the training set has {trained}"
+            problem = f"has {evaluated} classes, but the training set has {trained}"
             remedy = "use splits with the same classes"
             raise UserError("config.data.eval_split", run.spec.data.eval_split, problem, remedy)
         eval_check(run).read(np.arange(_count(eval_set)))

@@ -248,7 +248,7 @@ def resolve(config: Config, num_examples: int, updates_before: int = 0) -> Recip
     learning_rate = _schedule(
         spec.schedule, total_steps, peak, warmup_steps, steps("schedule.hold"), in_steps
     )
-    # `is_due` takes an interval of 0 as never, which makes no sense for these three keys.
+    # `is_due` treats an interval of 0 as never, which makes no sense for these three keys.
     intervals = {}
     for key in ("eval.every", "checkpoint.every", "log.every"):
         intervals[key] = steps(key)

@@ -87,7 +87,7 @@ def check_rows(spec: Spec, mesh: Mesh) -> None:
         raise out_of_range(
             key,
             rows,
-            f"2 to {microbatch}, the examples of a microbatch (config.batch_size / "
+            f"2 to {microbatch}, the size of a microbatch (config.batch_size / "
             "config.accumulation_steps)",
         )
 

@@ -124,7 +124,7 @@ def alone(loop: Loop) -> Metrics:
         except StopIteration as end:
             return end.value
         try:
-            assert call.state is not None  # a single run compiles by itself
+            assert call.state is not None  # a single run never yields a call that only compiles
             made = call.updating(call.state, call.step, call.updates)
             answer = functools.partial(loop.send, made)
         except BaseException as error:

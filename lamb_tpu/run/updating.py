@@ -172,7 +172,7 @@ class Constant:
         self._exchange.choose(state, step)
         self.sent.last = last = step + updates - 1
         if self.stage(last) != self.stage(step):
-            raise ValueError(f"updates {step + 1} to {last + 1} need several programs")
+            raise ValueError(f"updates {step + 1} to {last + 1} span several stages; split them")
         size = self._run.spec.batch_size
         if self._holding is None:
             return self._run.shard_batch(self._take(updates, size, self._rows), updates)
@@ -213,7 +213,7 @@ class Constant:
     def begin(self, first: int, compiles: bool) -> None:
         """Prepares the updates after `first` updates, and compiles their programs if `compiles`.
 
-        Switches to calls of one update if a CPU would be slow in a loop over updates.
+        Switches to calls of one update if the convolutions would be slow in a loop on a CPU.
         """
         if compiles:
             self.program(first, True)

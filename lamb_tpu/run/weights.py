@@ -107,7 +107,7 @@ def open_weights(
     report: Callable[[str], None] = print,
     network: str | None = None,
 ) -> Weights:
-    """Opens the weights of a folder; for a run with phases, of the last phase with a checkpoint.
+    """Opens the weights of a folder; for a run with phases, those of its last phase with a checkpoint.
 
     Args:
       folder: a run's workdir; a folder in the format of Hugging Face's transformers or timm, with

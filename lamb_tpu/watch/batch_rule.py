@@ -56,7 +56,7 @@ class BatchRule(Observer):
             batch = self._rule.decide(path.batch(step - 1), statistics, examples)
         except ValueError as error:
             problem = f"failed after update {step}: {error}"
-            raise UserError("config.batch_rule", ..., problem, "") from error
+            raise UserError("config.batch_rule", ..., problem, "correct the rule") from error
         self._current.follow(path.change(step, batch))
 
     def state(self) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
                 different.append((paths[number], values, devices))
         if different:
             path, values, devices = different[0]
-            others = f" (and of {len(different) - 1} further arrays)" if len(different) > 1 else ""
+            others = f" (and of {len(different) - 1} more)" if len(different) > 1 else ""
             raise UserError(
                 f"after update {step} the copies of {path}{others}",
                 ...,

@@ -126,8 +126,8 @@ class Guards(Observer):
         self.skipped += 1
         if self.skipped > self._limit:
             self._end(
-                f"the gradient is not finite at update {step}; {self.skipped} such updates were "
-                f"skipped, and config.guards.max_skipped is {self._limit}",
+                f"the gradient is not finite at update {step}: {self.skipped} skipped so far, and "
+                f"config.guards.max_skipped is {self._limit}",
                 step,
             )
         cause = self._cause(step)
@@ -155,7 +155,7 @@ class Guards(Observer):
         raise Diverged(
             what,
             ...,
-            f", at the learning rate {self._rate(step - 1):.4g}",
+            f"(learning rate {self._rate(step - 1):.4g})",
             f"the last checkpoint is {self._start.last_checkpoint()}. Try, in a new --workdir, "
             f"{remedy}a lower config.optimizer.learning_rate, a longer config.schedule.warmup or "
             "config.optimizer.clip_global_norm",

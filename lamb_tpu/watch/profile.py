@@ -89,6 +89,6 @@ class Profile(Observer):
     def _check(self, available: int, who: str) -> None:
         # The first update of a start is not profiled.
         if self._updates >= available:
-            problem = f"is too many: {who} {available} updates, of which the first is not profiled"
-            remedy = f"use at most {available - 1}" if available > 1 else "leave it out"
+            problem = f"is too many: {who} {available} update(s), and the first is not profiled"
+            remedy = f"use at most {available - 1}" if available > 1 else "leave out the flag"
             raise UserError("--profile", self._updates, problem, remedy)

@@ -4,7 +4,7 @@ MLPerf compares training runs by this time; `watch.clock` describes the times of
 clock may not be paused, so only runs with a single start are comparable with its results.
 
 A resumed run must have the same metric, value and mode: the first evaluation to reach another
-target may lie before the checkpoint, and its time would be unknown. `stop` may change, because it
+target may precede the checkpoint, and its time would be unknown. `stop` may change, because it
 does not affect the results: with `config.target.stop=False`, a run that has stopped at its target
 continues.
 """

@@ -47,7 +47,7 @@ def repeat(
     (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(_params(recorded))
     actual = {"logits": logits, "loss": value}
     layer = to_torch(grads["lstm"])
-    # The gradient of each of PyTorch's two biases is that of their sum.
+    # The gradient of each of PyTorch's two biases equals the gradient of their sum.
     layer["bias_hh_l0"] = layer["bias_ih_l0"]
     actual |= {f"grad32/{short}": layer[name] for name, short in _LAYER.items()}
     for name, short in _DENSE.items():

@@ -15,7 +15,7 @@ WORDS, STATES, SOURCE, LENGTH = 5, 7, 3, 5
 BEGIN, END = 2, 3
 ROWS = 4
 RNG = np.random.default_rng(3)
-# Logits of the next word and attention weights, by the state, which depends on all previous words.
+# Next-word logits and attention weights of each row and state; the state depends on all previous words.
 LOGITS = jnp.asarray(RNG.normal(0, 2, (ROWS, STATES, WORDS)), jnp.float32)
 WEIGHTS = jnp.asarray(RNG.dirichlet([0.5] * SOURCE, (ROWS, STATES)), jnp.float32)
 

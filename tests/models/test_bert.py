@@ -61,7 +61,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize(
     "size, published, heads",
     [
-        # Parameters of the encoder with pooler (the papers' 110M and 340M) and of both heads.
+        # Numbers of parameters of encoder and pooler (110M and 340M in the paper), and of both heads.
         ("base", 109_482_240, 624_188),
         ("large", 335_141_888, 1_084_220),
         ("tiny", 4_385_920, 47_548),
@@ -180,7 +180,7 @@ def test_first_values() -> None:
     config = BertConfig(**{**SIZES["tiny"], "num_layers": 1}, vocab_size=2000)
     params = jax.jit(lambda: config.module().init(KEY, INPUTS, train=False))()["params"]
     word = np.asarray(params["embeddings"]["word"])
-    # A normal truncated at two standard deviations has 0.8796 of its standard deviation.
+    # Truncation at two standard deviations multiplies the standard deviation by 0.8796.
     assert abs(word.std() - 0.8796 * 0.02) < 1e-4 and 0.0399 < np.abs(word).max() <= 0.04
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = path[-1].key
@@ -217,11 +217,11 @@ def test_a_word_that_is_not_in_the_vocabulary() -> None:
         ({"remat": "all"}, ("is unknown", "use none, dots or full")),
         ({"dtype": "float16"}, ("is unknown", "use float32 or bfloat16")),
         ({"scan_layers": 1}, ("has the wrong type", "use True or False")),
-        ({"heads": "mlm"}, ("is not a list of heads", "use some of mlm, nsp, span")),
-        ({"heads": ("mlm", "sop")}, ("is not a list of heads", "use some of mlm, nsp, span")),
-        ({"heads": ("mlm", "mlm")}, ("is not a list of heads",)),
-        ({"heads": 5}, ("is not a list of heads",)),
-        ({"heads": (["mlm"],)}, ("is not a list of heads",)),
+        ({"heads": "mlm"}, ("is not a list of different heads", "use some of mlm, nsp, span")),
+        ({"heads": ("mlm", "sop")}, ("is not a list of different heads", "use some of mlm, ")),
+        ({"heads": ("mlm", "mlm")}, ("is not a list of different heads",)),
+        ({"heads": 5}, ("is not a list of different heads",)),
+        ({"heads": (["mlm"],)}, ("is not a list of different heads",)),
     ],
 )
 def test_errors(fields: dict[str, Any], message: tuple[str, ...]) -> None:

@@ -122,7 +122,7 @@ def test_split_over_devices_the_loss_and_gradients_are_those_of_one(scan_layers:
     )
     mesh = mesh_lib.make_mesh({"data": 2, "model": 4})
     metadata = parameters.resolve(params, METADATA[scan_layers])
-    # As in a config file.
+    # Pass the rules through a ConfigDict, as a config file does.
     split = ConfigDict({"rules": SPLITS[scan_layers]}).rules
     shardings = rules.partition_params(params, split, mesh, metadata)
     batch = mesh_lib.batch_sharding(mesh)

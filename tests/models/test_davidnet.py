@@ -63,5 +63,5 @@ def test_first_values() -> None:
 def test_errors() -> None:
     with rejected("width", 0, "is out of range", "use at least 1"):
         numpy_layers.variables(DavidNet(width=0), IMAGES)
-    with rejected("the network DavidNet", ..., "gets images of shape (28, 28, 1)"):
+    with rejected("the network DavidNet", ..., "cannot process images of shape (28, 28, 1)"):
         numpy_layers.variables(DavidNet(), np.zeros((1, 28, 28, 1), np.float32))

@@ -31,7 +31,7 @@ def test_the_dropped_fraction_is_the_rate_in_every_row_and_column(rate: float) -
     x = np.random.default_rng(0).uniform(1, 2, (1000, 800)).astype(np.float32)
     y = np.asarray(drop(x, rate=rate))
     undropped = y != 0
-    # Masks use the nearest multiple of 2^-16 and divide by the exact rate of this multiple.
+    # Both the mask and the factor of undropped values use the rate rounded to a multiple of 2^-16.
     drawn = np.round(rate * 65536) / 65536
     np.testing.assert_allclose(y[undropped], x[undropped] / (1 - drawn), rtol=1e-6)
     assert dropout_lib.rounded(rate) == drawn and abs(drawn - rate) < 2**-17
@@ -133,7 +133,7 @@ def test_every_sharding_has_the_same_mask(placement: str) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_other_generators(placement: str) -> None:
-    """With rbg keys, shards have other masks than one device, and no two shards have the same mask."""
+    """With rbg keys, the masks of shards differ from those of one device and from each other."""
     key = jax.random.key(0, impl="rbg")
     full, actual = np.asarray(drop(ONES, key)), np.asarray(PLACEMENTS[placement](ONES, key))
     if placement == "jit, 8":
@@ -168,7 +168,7 @@ def test_other_generators_under_jit_with_a_mesh() -> None:
     actual, again = (np.asarray(run(over_rows(ONES), key)) for run in compiled)
     np.testing.assert_array_equal(actual, PLACEMENTS["shard_map, 8"](ONES, key))
     np.testing.assert_allclose(again, actual / 0.6, rtol=1e-4)  # squares of 0 or 1 / 0.6
-    # If the devices do not divide the batch, its mask is drawn on every device.
+    # If the batch is not divisible by the number of devices, every device draws the full mask.
     with jax.set_mesh(mesh()):
         shard = jax.jit(drop)(ONES[:7], key)
     np.testing.assert_array_equal(shard, drop(ONES[:7], key))
@@ -267,7 +267,7 @@ def test_rate_out_of_range(rate: float) -> None:
 def test_positions_are_those_of_the_rows() -> None:
     with example_positions(jnp.arange(3)):
         with pytest.raises(
-            ValueError, match="positions of shape .3,. must have one position for each of 64 rows"
+            ValueError, match="positions has shape .3,., but must have shape .64,.: one per row"
         ):
             drop(ONES)
     # The end of the block resets the positions, even after an error.

@@ -110,7 +110,7 @@ def test_forward_pass() -> None:
 
 
 def test_squeeze_excite() -> None:
-    """Compares with a result by hand, for two channels with means 1 and 3 and one reduced unit."""
+    """Compares with a hand-computed result for two channels with means 1 and 3 and one reduced unit."""
     x = np.array([[[[0.0, 2.0], [2.0, 4.0]]]], np.float32)
     params = {
         "reduce": {"kernel": np.array([[1.0], [1.0]]), "bias": np.array([-3.0])},
@@ -184,7 +184,7 @@ def test_compound_scaling(name: str, counts: tuple[int, ...], channels: tuple[in
 
 
 def test_rounding_up_where_down_would_lose_a_tenth() -> None:
-    # 19.2 is nearer to 16 than to 24, but 16 is below 17.28.
+    # 19.2 is nearer to 16 than to 24, but 16 is below 0.9 * 19.2.
     assert efficientnet.scaled_channels(16, 1.2) == 24
     assert efficientnet.scaled_channels(24, 1.1) == 24
     assert efficientnet.scaled_channels(4, 1.0) == 8
@@ -282,7 +282,7 @@ def test_training_is_the_same_on_devices_and_in_one() -> None:
 
 @pytest.mark.long
 def test_packed_examples_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs as on a TPU, up to the second of three blocks, which has a shortcut."""
+    """Packs the first two of three blocks, as on a TPU; the second block has a shortcut."""
     stages = ((4, 5, 2, 6, 40), (1, 3, 1, 12, 24))
     images = np.random.default_rng(3).normal(size=(8, 9, 8, 3)).astype(np.float32)
     weights = np.random.default_rng(4).normal(size=(8, 5)).astype(np.float32)

@@ -47,8 +47,8 @@ def test_dropout_only_in_training() -> None:
 @pytest.mark.parametrize(
     "module, height, message",
     [
-        (LeNet5(), 8, ("the network LeNet-5", ..., "gets images of shape (8, 8, 1)")),
-        (LeNet(), 10, ("the network LeNet", ..., "gets images of shape (10, 8, 1)")),
+        (LeNet5(), 8, ("the network LeNet-5", ..., "cannot process images of shape (8, 8, 1)")),
+        (LeNet(), 10, ("the network LeNet", ..., "cannot process images of shape (10, 8, 1)")),
         (LeNet(dropout_rate=1.0), 8, ("dropout_rate", 1.0, "is out of range")),
     ],
 )

@@ -12,7 +12,7 @@ from tests.marks import some
 
 KNOWN = {cost.name: cost for cost in COSTS}
 
-# Published numbers of parameters. Multiply-adds are of timm's networks, as counted by hooks on
+# Published numbers of parameters. Multiply-adds are those of timm's networks, as counted by hooks on
 # PyTorch's layers in tests/interchange/test_timm.py.
 PUBLISHED = {
     "efficientnet_b0": (5_288_548, 385_814_752, 224),
@@ -32,7 +32,7 @@ PUBLISHED = {
     "davidnet": (6_573_120, 32**2 * 64 * 27 + 5 * 32**2 * 128 * 576 + 5_120, 32),
 }
 # Billions of multiply-adds in Table 2 of arXiv:1905.11946 and Table 1 of arXiv:1512.03385, which
-# call them FLOPs. The latter has v1, where the first convolution of a bottleneck has the stride.
+# call them FLOPs. The latter describes v1: the first convolution of a bottleneck has the stride.
 PAPERS = {
     "efficientnet_b0": 0.39,
     "efficientnet_b1": 0.70,

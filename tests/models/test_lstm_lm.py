@@ -68,7 +68,7 @@ def test_tied_weights_share_the_embedding() -> None:
     model = network(tied=True)
     swapped = tied | {"embedding": {"embedding": tied["embedding"]["embedding"][::-1]}}
     before = applied(model, {"params": tied}, {"inputs": words()})
-    # The same words with other ids give the same logits at other positions, except for the bias.
+    # Numbering the words in reverse order reverses the order of the logits, except for the bias.
     after = applied(model, {"params": swapped}, {"inputs": WORDS - 1 - words()})
     bias = tied["output_bias"]
     np.testing.assert_allclose(

@@ -155,8 +155,8 @@ def test_the_same_outputs_and_gradients_with_every_sharding(kind: str) -> None:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"hidden_sizes": (0,)}, ("hidden_sizes", (0,), "has the wrong type")),
-        ({"hidden_sizes": (8, -1)}, ("hidden_sizes", (8, -1), "has the wrong type")),
+        ({"hidden_sizes": (0,)}, ("hidden_sizes", (0,), "has an invalid layer size")),
+        ({"hidden_sizes": (8, -1)}, ("hidden_sizes", (8, -1), "has an invalid layer size")),
         ({"hidden_sizes": (2.5,)}, ("config.model.hidden_sizes", (2.5,), "has the wrong type")),
         ({"hidden_sizes": "abc"}, ("config.model.hidden_sizes", "abc", "has the wrong type")),
         ({"group_size": 8}, ("group_size", 8, "needs BatchNorm", "use batch_norm=True")),

@@ -354,7 +354,7 @@ def test_microbatches_update_the_averages_like_the_full_batch(
 
     _, (states, moments) = jax.lax.scan(step, None, parts)
     actual = combine_moments({"batch_stats": case["batch_stats"]}, moments)
-    # In float64 over all examples: the groups do not matter.
+    # `reference` averages over all examples in float64; the groups do not matter.
     assert_close(actual, {"batch_stats": reference(case, None)["batch_stats"]}, 2e-6, 1e-6)
     if microbatches == 1:
         assert_close(actual, jax.tree.map(lambda leaf: leaf[0], states), 1e-7, 1e-7)
@@ -440,7 +440,7 @@ def test_state_that_cannot_be_combined() -> None:
     [
         ({"momentum": 1.5}, jnp.zeros((4, 2)), ("momentum", 1.5, "is out of range", "use 0 to 1")),
         ({"epsilon": -1e-5}, jnp.zeros((4, 2)), ("epsilon", -1e-5, "is out of range")),
-        ({}, jnp.zeros(4), ("input of BatchNorm", ..., "is float32(4,)", "use floating-point")),
+        ({}, jnp.zeros(4), ("input of BatchNorm", ..., "is float32(4,)", "use a floating")),
         ({}, jnp.zeros((4, 2), jnp.uint8), ("input of BatchNorm", ..., "is uint8(4, 2)")),
     ],
 )

@@ -97,7 +97,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def normalised(
     x: np.ndarray, start: Any, layer: tuple[str, ...], size: int, epsilon: float
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Normalises by the statistics of each `size` examples; also returns the running averages.
+    """Normalises each group of `size` examples; also returns the running averages.
 
     The full batch's statistics follow from the groups' by the law of total variance.
     """
@@ -132,7 +132,7 @@ def expected(network: str, actual: Trained, shared: int) -> dict[str, Any]:
 
 
 def relative_distance(one: Trained, two: Trained, collection: str) -> float:
-    """Returns the distance between two trained networks, relative to the distance they moved."""
+    """Returns the distance between two trained networks, relative to how far training moved the first."""
 
     def length(ours: Any, theirs: Any) -> float:
         squares = jax.tree.map(lambda a, b: np.sum((np.float64(a) - b) ** 2), ours, theirs)
@@ -153,7 +153,7 @@ def test_statistics_are_those_of_numpy(case: tuple[str, str, int]) -> None:
     of_groups = expected(network, actual, shared)
     for path, value in tiny.arrays(of_groups).items():
         np.testing.assert_allclose(stats[path], value, rtol=2e-5, atol=2e-5, err_msg=path)
-    # After the first normalisation the groups matter: other groups would fail.
+    # The groups matter after the first normalisation: another group size gives other averages.
     other = 2 if shared != 2 else 1
     assert difference(expected(network, actual, other), of_groups) > 1e-3
 

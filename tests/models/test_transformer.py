@@ -201,7 +201,7 @@ def test_split_sequences_give_the_numbers_of_one_device(
 ) -> None:
     module = stack(**{"num_layers": 1, **fields})
     variables = init(module)
-    # Pad the length so that the mesh divides it; each device has 2 rows.
+    # Pad the length to 8, which is divisible by the mesh axes; each device has 2 rows.
     x, mask = jnp.pad(X[:4], ((0, 0), (0, 1), (0, 0))), jnp.pad(MASK[:4], ((0, 0), (0, 1)))
 
     def run(variables: Any, x: jax.Array, mask: jax.Array) -> Any:

@@ -86,7 +86,7 @@ def test_a_batch_that_does_not_divide_is_one_sentence() -> None:
     actual = lines("lamb/table1", "lamb-512,lamb-1k", "v3-1024")
     assert f"# {sentence}" in actual and sum(line.startswith("python") for line in actual) == 2
     # Microbatches and groups of BatchNorm are checked too.
-    with pytest.raises(UserError, match="8 devices .* in config.accumulation_steps=100 microbatch"):
+    with pytest.raises(UserError, match="8 devices .* times config.accumulation_steps=100; use"):
         lines("limit/cifar10", "lamb-50000", "v2-8")
     with rejected("--topology", "2xv5e-256", "names several slices", "v5e-256"):
         lines("lamb/table1", "lamb-512", "2xv5e-256")

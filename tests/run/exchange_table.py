@@ -52,7 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def outcome(changes: dict[str, Any]) -> str:
-    """Returns '' if a config with these changes passes all checks, or the error message."""
+    """Returns '' if a config with these changes passes all checks, otherwise the error message."""
     changes = {
         key: ConfigDict(value) if isinstance(value, dict) else value
         for key, value in {"parallel__backend": "shard_map", **changes}.items()

@@ -54,7 +54,7 @@ def test_an_update_is_that_of_the_wrapper_by_hand(place: str, second_moment: boo
     class Loader(data.TrainLoader):
         def take(self, count: int, rows: np.ndarray | None = None) -> Any:
             batch = super().take(count, rows)
-            # The rows of a batch of microbatches are in the order of the devices.
+            # The loader's rows are in the order of the devices; restore the order of the batch.
             order = slice(None) if rows is None else np.argsort(rows)
             taken.append({name: value[order] for name, value in batch.items()})
             return batch
@@ -179,7 +179,7 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
             3,
             {},
             {"batch_size": 60, "accumulation_steps": 1, "parallel__backend": "shard_map"},
-            "optimizer.agvm compares even and odd devices, but the batch is split over 3; use",
+            "optimizer.agvm compares even and odd devices, but 3 devices share the batch; use",
         ),
         (
             1,
@@ -218,7 +218,7 @@ def test_an_odd_number_of_microbatches_has_no_halves() -> None:
                 "parallel__backend": "shard_map",
                 "batch_rule": {"name": "ramp", "points": ((0, 32),)},
             },
-            "parallel.backend='shard_map' compares devices for config.optimizer.agvm, and there is only",
+            "parallel.backend='shard_map' compares devices for config.optimizer.agvm, but there is only",
         ),
     ],
 )

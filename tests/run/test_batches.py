@@ -145,12 +145,12 @@ def test_the_optimizer_uses_the_rate_of_the_step() -> None:
         ),
         (
             {"name": "noise_scale", "lower": 128, "upper": 256},
-            "config.batch_size=64 is outside the bounds of config.batch_rule, 128 to 256; begin with a "
-            "batch within them, or change config.batch_rule.lower or upper",
+            "config.batch_size=64 is outside the bounds of config.batch_rule, 128 to 256; use a "
+            "batch size within them, or change config.batch_rule.lower or upper",
         ),
         (
             {"name": "norm_test", "eta": 0.5, "upper": 48},
-            "config.batch_size=64 is outside the bounds of config.batch_rule, 16 to 48; begin",
+            "config.batch_size=64 is outside the bounds of config.batch_rule, 16 to 48; use",
         ),
         (
             {"name": "norm_test", "eta": 0.5, "upper": 64, "interval": 0},
@@ -176,7 +176,7 @@ def test_parts_of_a_batch_under_jit_are_pairs_of_microbatches(name: str) -> None
     for steps in (1, 4):
         config = tiny.digits(batch_rule=rule, accumulation_steps=steps)
         if steps == 1:
-            problem = f"is odd, and config.batch_rule.name='{name}' compares pairs of microbatches"
+            problem = f"is odd, but config.batch_rule.name='{name}' compares pairs of microbatches"
             with rejected("config.accumulation_steps", 1, problem, "use an even number, such as 2"):
                 of(config)
         else:
@@ -190,7 +190,7 @@ def test_one_device_has_no_parts_to_compare() -> None:
         batch_rule=ConfigDict({"name": "noise_scale", "upper": 128}), parallel__backend="shard_map"
     )
     prepare(config, None, jax.devices()[:2])
-    problem = "compares devices for config.batch_rule.name='noise_scale', and there is only one"
+    problem = "compares devices for config.batch_rule.name='noise_scale', but there is only one "
     with rejected("config.parallel.backend", "shard_map", problem, "use 'jit', which compares"):
         prepare(config, None, jax.devices()[:1])
 
@@ -223,7 +223,7 @@ def test_the_settings_show_the_decisions() -> None:
 
 
 def test_rates_of_a_path_that_grows() -> None:
-    """A path that grows has the same learning rates as if it were known from the start."""
+    """A path that grows during the run has the learning rates of a path that is known from the start."""
     points = ((0, 64), (64 * 5000, 16), (64 * 6000, 128))
     known = of(ramp(points, duration="9000 steps", scaling="sqrt"))
     rule = ConfigDict({"name": "norm_test", "eta": 0.5, "upper": 512, "scaling": "sqrt"})

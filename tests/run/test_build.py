@@ -1,4 +1,4 @@
-"""Errors in configs, workdirs and data: one sentence each, before anything compiles or changes."""
+"""Errors in configs, workdirs and data, reported in one sentence before anything compiles or changes."""
 
 import dataclasses
 import pathlib
@@ -82,13 +82,13 @@ ERRORS = [
     ("optimizer", {"name": "lamb"}, ".learning_rate is missing"),
     ("model.name", "mlpp", "='mlpp' is unknown; use bert, davidnet,"),
     ("model.hidden", (3,), r" is unknown; model 'mlp' has: .*\?$"),
-    ("model.hidden_sizes", (0,), r"=\(0,\) has the wrong type; use whole"),
+    ("model.hidden_sizes", (0,), r"=\(0,\) has an invalid layer size; use whole"),
     ("model.hidden_sizes", "abc", "='abc' has the wrong type; use a tuple"),
     ("model.hidden_sizes", 5, "=5 has the wrong type; use a tuple"),
     ("model.num_classes", 3, "config.model: .*3 classes.* set config.model.num_classes=10"),
     ("model.num_classes", 0, "=0 is out of range; use at least 1"),
     ("model", {}, ".name is missing; set it"),
-    ("model", {"name": "lenet5"}, r": the network LeNet-5 gets images of shape \(8, 8, 1\);"),
+    ("model", {"name": "lenet5"}, r": the network LeNet-5 cannot process .* shape \(8, 8, 1\);"),
     (
         "model",
         {"name": "lenet", "dropout_rate": 2.0},
@@ -111,7 +111,7 @@ ERRORS = [
     ("mesh", {"model": 2}, r"=\{'model': 2\} has an unknown axis or lacks 'data'"),
     ("mesh.tensor", 2, "config.mesh=.* has an unknown axis or lacks 'data'; use data .*sequence"),
     ("accumulation_steps", 0, "=0 is out of range; use at least 1"),
-    ("accumulation_steps", 3, "config.batch_size=64 .* 8 devices .*steps=3 .*; use 48 or 72"),
+    ("accumulation_steps", 3, "config.batch_size=64 .* 8 devices .*steps=3; use 48 or 72"),
     ("parallel.backend", "pmap", "='pmap' is unknown; use jit or shard_map"),
     ("parallel.optimizer_state", "zero3", "='zero3' is unknown; use replicated or zero1"),
     ("parallel.exchange.name", "float16", "='float16' is unknown; use float32,"),
@@ -162,7 +162,7 @@ def test_devices_may_be_given_and_no_folder() -> None:
     run = prepare(config, None, jax.devices()[:3])
     assert run.mesh.size == 3 and run.folder is None
     assert run.eval_batch_size == 102 and "batches of 102" in describe(run)
-    # 3 divides no dimension of the 64 x 16 and 16 x 10 matrices
+    # ZeRO-1 shards nothing, because 3 divides no dimension of the 64 x 16 and 16 x 10 matrices.
     assert "optimizer state: 9.457 KiB, 9.457 KiB a device" in describe(run)
     batch = run.abstract_batch()
     assert batch["image"].shape == (48, 8, 8, 1) and batch["image"].sharding.mesh == run.mesh

@@ -115,7 +115,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def same(actual: pathlib.Path, expected: pathlib.Path, config: ConfigDict) -> None:
-    """Asserts that two runs saved the same updates, and equal each other as in `same_end`."""
+    """Asserts that two runs saved checkpoints of the same updates, and agree as in `same_end`."""
     assert checkpoints(actual) == checkpoints(expected)
     same_end(actual, expected, config)
 
@@ -139,7 +139,7 @@ def test_the_same_bits_for_any_number_of_updates_in_a_call(
 ) -> None:
     config = tiny.digits(**TIMES, **MODES[mode])
     train(config, tmp_path / "1", quiet=True)
-    # 4 does not divide the number of updates between two ends.
+    # The number of updates between two ends of calls is not divisible by 4.
     for most in (50, 4) if mode == "residual" else (50,):
         several = tiny.digits(**TIMES, **MODES[mode], loop__updates_per_call=most)
         train(several, tmp_path / str(most), quiet=True)
@@ -204,7 +204,7 @@ def test_a_run_resumes_with_other_calls(
 
 @pytest.mark.long
 def test_a_killed_run_resumes_with_other_calls(tmp_path: pathlib.Path) -> None:
-    """A run killed in a call of 50 updates, and resumed with calls of 7, gives the same bits."""
+    """A run that is killed during a call of 50 updates and resumed with calls of 7 gives the same bits."""
     code = (
         "import pathlib, sys, threading, os, signal, time\n"
         "from lamb_tpu.train import train\n"

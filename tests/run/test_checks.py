@@ -26,7 +26,7 @@ def test_stacked_layers_need_rules_that_say_so() -> None:
         ([("output/kernel", {"layer_axes": (0,)}), ("", {})], "attention/key/bias"),
     ):
         problem = f"give no layer_axes to 'encoder/layers/{path}"
-        remedy = "use rules with layer_axes=(0,) for them, such as lamb_tpu.models.bert_rules.PARA"
+        remedy = "use rules with layer_axes=(0,) for these layers, such as lamb_tpu.models.bert_rules.PARA"
         with rejected("config.optimizer.rules", problem=problem, remedy=remedy):
             prepare(by_override(rules), None)
     # Parameters that do not adapt have no trust ratio that layers could share.

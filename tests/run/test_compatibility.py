@@ -1,4 +1,4 @@
-"""The table of components that cannot be combined; other modules, as `test_statistics`, test more rows."""
+"""The table of components that cannot be combined; `test_statistics` and others test more rows."""
 
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ RAMP = ConfigDict({"name": "ramp", "points": ((0, 64),)})
         (
             2,
             {"mesh__model": 2, "parallel__backend": "shard_map"},
-            ("parallel.backend", "shard_map", "splits only the batch, not config.mesh.model"),
+            ("parallel.backend", "shard_map", "axes that split the batch, not config.mesh.model"),
         ),
         (
             2,

@@ -26,7 +26,7 @@ def inverse_root(decay_steps: float, shift: int = 1):
 
 
 class Cliff:
-    """1, and 0 in the last part of the run."""
+    """1, then 0 in the last part of the run."""
 
     def __init__(self, decay_steps: float, share: float):
         self.edge = (1 - share) * decay_steps

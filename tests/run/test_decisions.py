@@ -32,7 +32,7 @@ Statistics = Callable[[int], dict[str, tuple[float, float]]]
 
 
 def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
-    """Adds to each update of a run the metrics `statistics(number)`; the first number is 1."""
+    """Adds the metrics `statistics(number)` to update `number` of a run, counted from 1."""
 
     def make(run: Run, loader: data.TrainLoader, *more: Any) -> Updating:
         update = make_updating(run, loader, *more)
@@ -73,7 +73,10 @@ NOISE = rule("noise_scale", decay=0.5, interval=2, scaling="sqrt")
 
 
 def noise(step: int) -> dict[str, tuple[float, float]]:
-    """A trace that rises, falls and is sometimes negative; the sums of the skipped update 9 are 0."""
+    """Returns the metrics of an update, with a trace that rises, falls and is sometimes negative.
+
+    Update 9 is skipped, so its sums are 0.
+    """
     trace = [20.0, 35.0, 50.0, 90.0, 70.0, 15.0, 5.0, 10.0, 160.0, 40.0, -5.0][step % 11]
     weight = float(step != 9)
     return {"noise_scale/grad_sq": (weight, weight), "noise_scale/trace": (weight * trace, weight)}
@@ -166,7 +169,7 @@ def test_stopped_after_every_update(
 def test_stopped_at_decisions_and_between_them(
     uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decisions follow updates with even numbers."""
+    """Decisions follow even-numbered updates."""
     give(monkeypatch, noise)
     # A crash after a save: the next start must repeat the same decisions.
     last = read_records(uninterrupted / "metrics.jsonl", "train")[-1]["step"]

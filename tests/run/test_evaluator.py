@@ -24,11 +24,11 @@ from lamb_tpu.tasks.classification import Classification
 from lamb_tpu.train import train
 from tests import tiny
 
-NUM_EXAMPLES = 997  # a prime, which no batch size above 1 divides
+NUM_EXAMPLES = 997  # a prime: only the batch sizes 1 and 997 divide it
 
 
 def config(**changes: Any) -> ConfigDict:
-    """A short run with averages of the weights; 1, 2, 3, 4 or 8 devices can split its batches."""
+    """Returns the config of a short run with averaged weights; 1, 2, 3, 4 or 8 devices can train it."""
     return tiny.digits(
         batch_size=96, data__eval_split=f"train[:{NUM_EXAMPLES}]", ema__decay=0.5, **changes
     )
@@ -243,7 +243,7 @@ def test_averages_are_evaluated_in_training_and_afterwards(averaged: pathlib.Pat
 
 
 def model() -> models.Model:
-    """A model whose logit of class 0 is log(pixel), so that a blank image gives NaN."""
+    """Returns a model whose logit of class 0 is log(1000 * pixel), -infinity for a blank image."""
 
     def apply(variables: Any, inputs: jax.Array, *, train: bool, key: Any = None):
         value = inputs.reshape(inputs.shape[0])

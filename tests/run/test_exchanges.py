@@ -1,4 +1,4 @@
-"""Which features exchanges combine with, and errors in their options."""
+"""Features that can or cannot be combined with exchanges, and errors in the options of exchanges."""
 
 import re
 from typing import Any
@@ -105,7 +105,7 @@ def test_optimizers_that_sum_by_themselves_stand_alone() -> None:
         ({"parallel__backend": "jit", "options": {"name": "float32"}}, "backend='shard_map'$"),
     ):
         text = message_of(optimizer=momentum, **changes)
-        assert text.startswith(f"config.optimizer.name={name!r} sums over devices")
+        assert text.startswith(f"config.optimizer.name={name!r} itself sums over devices")
         assert re.search(message, text)
     assert re.search(
         "clip_global_norm=1.0 would wrap .*, which sums over devices itself",
@@ -125,8 +125,8 @@ def test_a_second_momentum_is_rejected(optimizer: dict[str, Any], key: str) -> N
     dgc = {"name": "dgc", "ratio": 0.1}
     given = ConfigDict({"learning_rate": 0.1, **optimizer})
     assert message_of(optimizer=given, options=dgc) == (
-        f"config.parallel.exchange.name='dgc' has a momentum, and config.optimizer.{key}=0.9 of "
-        f"{optimizer['name']!r} is a second one; set config.optimizer.{key} or "
+        f"config.parallel.exchange.name='dgc' applies a momentum, and config.optimizer.{key}=0.9 of "
+        f"{optimizer['name']!r} adds a second one; set config.optimizer.{key} or "
         "config.parallel.exchange.momentum to 0, or use config.optimizer.name='sgd'"
     )
     for changes in (

@@ -169,7 +169,7 @@ def test_a_run_that_has_not_ended_needs_a_flag(copy: pathlib.Path, tmp_path: pat
         prepare(config, tmp_path / "new")
     config.init.unfinished = True
     run = prepare(config, tmp_path / "new")
-    assert "; that run has not ended (update 8 of 12)" in tiny.unbroken(describe(run))
+    assert "; the source run has not ended (update 8 of 12)" in tiny.unbroken(describe(run))
     assert run.start.record["unfinished"] == "update 8 of 12"
 
 
@@ -229,11 +229,11 @@ ERRORS = [
     ({"init__optimizer_state": "kept"}, r"optimizer_state='kept' is unknown; use reset or keep"),
     (
         {"init__optimizer_state": "keep", "optimizer": {"name": "adamw", "learning_rate": 0.1}},
-        r"has the state of another optimizer .*: 0/count is missing, in this run int32\[\]; .*'reset'",
+        r"has the state of another optimizer .*: 0/count is missing, but in this run int32\[\]; .*'reset'",
     ),
     (
         {"init__optimizer_state": "keep", "optimizer__mu_dtype": "bfloat16"},
-        r"mu/hidden0/bias is float32\[16\], in this run bfloat16\[16\]; use the same optimizer, or",
+        r"mu/hidden0/bias is float32\[16\], but in this run bfloat16\[16\]; use the same optimizer, or",
     ),
     (
         {
@@ -241,7 +241,7 @@ ERRORS = [
             "model__hidden_sizes": (16, 16),
             "init__new_parameters": "hidden1",
         },
-        r"mu/hidden1/bias is missing, in this run float32\[16\]",
+        r"mu/hidden1/bias is missing, but in this run float32\[16\]",
     ),
     ({"prng": "philox"}, "config.prng='philox' is unknown; use threefry2x32 or rbg"),
 ]

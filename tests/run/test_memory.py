@@ -43,7 +43,7 @@ def test_state_on_devices_that_share_the_machine() -> None:
         "machine, which has 22.4 GiB; make the model smaller, or split it over more devices by "
         "config.mesh, config.parallel.rules and config.parallel.optimizer_state"
     )
-    # The same arrays fit if they are split. Random keys are ignored.
+    # Larger arrays fit if they are sharded. Random keys are ignored.
     key = jax.eval_shape(lambda: jax.random.key(0))
     memory.check_memory({"a": array(4, "data"), "b": array(1), "key": key}, MESH, 1, SPEC)
 

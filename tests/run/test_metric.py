@@ -55,4 +55,4 @@ def test_errors() -> None:
 def test_what_a_task_measures(task: str, decay: float, key: str, is_known: bool) -> None:
     reason = metric.unknown({"task.name": task, "ema.decay": decay}, key)
     assert (reason == "") is is_known
-    assert is_known or f"the task {task!r} does not measure; it has: loss, accuracy" in reason
+    assert is_known or f"the task {task!r} does not measure; use one of loss, accuracy" in reason

@@ -1,4 +1,4 @@
-"""Phases: one command makes several runs, each from the previous one, and resumes at any update."""
+"""Phases: one command makes several runs, each starting from the previous one, and can resume them."""
 
 import functools
 import json
@@ -215,10 +215,10 @@ ERRORS = [
     ({"schedule": "cosine"}, r"\.schedule='cosine' is not a section; use a ConfigDict"),
     ({"schedule": {"decay": "poly"}}, r"\.schedule\.decay='poly' is unknown; use"),
     ({"optimizer": {"bb": 1}}, r"\.optimizer\.bb is unknown; optimizer 'lamb' has: name, "),
-    ({"model": {"hidden_sizes": (8,)}}, r": config\.init_from: the phase before"),
+    ({"model": {"hidden_sizes": (8,)}}, r": config\.init_from: the previous phase has"),
     (
         {"optimizer": {"name": "adamw"}, "init": {"optimizer_state": "keep"}},
-        r": config\.init_from: the phase before it has the state of another",
+        r": config\.init_from: the previous phase has the state of another",
     ),
     (
         {"init_from": "x"},

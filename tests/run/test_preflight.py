@@ -18,7 +18,7 @@ from lamb_tpu.train import train
 from tests import tiny
 from tests.raising import rejected
 
-# A custom set with a wrong value in example `at` of one split, in arrays or read in parts.
+# A custom set with a wrong value in example `at` of one split; the set is in arrays or read in parts.
 POINTS = """
     import numpy as np
 
@@ -36,7 +36,7 @@ POINTS = """
             labels[at] = labels[at] if label == -9 else label
             image[at, 1] += np.float32(pixel)
         arrays = {"image": image, "label": labels}
-        if split == "test":  # of which a field can have another form
+        if split == "test":  # a field of this split can have another form
             arrays |= {
                 "": {}, "columns": {"image": np.ones((size, 3), np.float32)},
                 "axes": {"label": labels[:, None]}, "type": {"image": np.ones((size, 2), np.uint8)},
@@ -115,7 +115,7 @@ def test_wrong_data_is_rejected_before_anything_compiles(
 def test_more_classes_in_evaluation(points: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepare(config({}), None)
     monkeypatch.setattr(run.eval_set, "num_classes", 4)
-    with rejected("config.data.eval_split", "test", "has 4 classes, and the training set has 3"):
+    with rejected("config.data.eval_split", "test", "has 4 classes, but the training set has 3"):
         preflight.check_data(run)
 
 

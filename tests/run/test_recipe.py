@@ -277,7 +277,7 @@ def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
         ),
         (
             STEP | {"schedule__decay_from": "warmup"},
-            "schedule.decay_from='warmup' does not combine with the decay 'step'.* use 'zero'",
+            "schedule.decay_from='warmup' cannot be combined with the decay 'step'.* use 'zero'",
         ),
         (STEP | {"schedule__boundaries": ""}, "schedule.boundaries: '' is not a duration"),
         (

@@ -175,7 +175,7 @@ def grouped(size: int | None) -> ConfigDict:
         (
             3,
             on(halves=True) | SHARD_MAP | {"batch_size": 63},
-            (f"{KEY}.halves", True, "the batch is split over 3", "use an even number"),
+            (f"{KEY}.halves", True, "3 devices share the batch", "use an even number"),
         ),
         (
             1,

@@ -72,7 +72,7 @@ def close(actual: Any, expected: Any, limit: float) -> None:
 def test_seeds_equal_separate_runs(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mode: str, batched: bool
 ) -> None:
-    """States agree to 1e-5 after 20 updates if operations are shared, otherwise bit for bit."""
+    """States agree to 1e-5 after 20 updates if operations are merged, otherwise bit for bit."""
     monkeypatch.setattr(step_lib, "is_batched", lambda mesh: batched)
     compare(tmp_path, lambda seed: config_of(seed, **MODES[mode]), 1e-5 if batched else 0)
 
@@ -91,7 +91,7 @@ def compare(folder: pathlib.Path, make: Callable[..., ConfigDict], limit: float)
 
 @pytest.mark.long
 def test_images(tmp_path: pathlib.Path) -> None:
-    """Tests no shared operations, because their rounding can change which value max-pooling selects."""
+    """Tests only separate operations: the rounding of merged ones can change max-pooling's choice."""
     compare(tmp_path, lambda seed: config_of(seed, model=ConfigDict({"name": "lenet"})), 0)
 
 
@@ -229,7 +229,7 @@ def test_seeds_beyond_the_largest() -> None:
     [
         (
             {"phases": ConfigDict({"a": {"duration": "1 steps"}})},
-            "does not combine with config.phases (a)",
+            "cannot be combined with config.phases (a)",
         ),
         (
             {"batch_rule": {"name": "ramp", "points": ((0, 64),)}},

@@ -1,4 +1,4 @@
-"""Runs with a changing batch size equal separate steps, resume, agree on any devices, compile once."""
+"""Runs with a changing batch size: they equal separate steps, resume, and compile once."""
 
 import dataclasses
 import pathlib
@@ -58,7 +58,7 @@ def by_hand(model: Any, updates: int) -> TrainState:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A run of 13 updates with 16, 32, 128 and finally 64 examples."""
+    """Returns the workdir of a run of 13 updates with 16, 32, 128 and finally 64 examples."""
     workdir = tmp_path_factory.mktemp("ramp")
     train(config(), workdir, quiet=True)
     return workdir
@@ -162,7 +162,7 @@ def sent_by(run: Run, updates: int) -> list[Any]:
 
 
 def test_bytes_that_a_device_sends_with_batches_that_change() -> None:
-    # BatchNorm over all devices communicates in each microbatch, the gradient once per update.
+    # BatchNorm over all devices communicates in each microbatch; the gradient is sent once per update.
     model = {**BATCH_NORM, "group_size": None}
     run = prepare(ramp(parallel__backend="shard_map", model=model), None)
     sent = sent_by(run, 5)

@@ -251,8 +251,8 @@ def test_any_devices_and_microbatches_equal_one_device(on_one: Any, place: str) 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"batch_size": 56}, (56, "pairs, which config.task.mixup_alpha mixes", "use 48 or 64")),
-        ({"accumulation_steps": 8}, (64, "in config.accumulation_steps=8 micro", "use 128")),
+        ({"batch_size": 56}, (56, "because config.task.mixup_alpha mixes pairs", "use 48 or 64")),
+        ({"accumulation_steps": 8}, (64, "times config.accumulation_steps=8 t", "use 128")),
         (
             {"task": ConfigDict({"name": "classification", "cutmix_alpha": 1.0}), "batch_size": 8},
             (8, "config.task.cutmix_alpha mixes", "use 16"),

@@ -34,7 +34,7 @@ def test_a_decision_uses_its_update() -> None:
     of = recipe("norm_test", eta=1.0, interval=3)
     rule = observer(of)
     tested = {"variance": (200.0, 2.0), "grad_sq": (1.0, 1.0)}
-    # No decision is due after two updates; the one after update 3 uses only that update's statistics.
+    # No decision is due after two updates; the decision after update 3 uses only its statistics.
     rule.fetched([(1, {"loss": (1.0, 1.0)}), (2, {"variance": (1e9, 1.0), "grad_sq": (1.0, 1.0)})])
     rule.fetched([(3, tested), (4, {})])
     assert of.value.path is not None

@@ -52,7 +52,7 @@ def tree(**changes: dict[int, tuple]) -> dict[str, Any]:
 def test_equal_copies() -> None:
     check = make_desync_check(tree(), MESH)
     check(tree(), 3)
-    check(jax.tree.map(lambda leaf: leaf + 1, tree()), 4)  # whatever the values are
+    check(jax.tree.map(lambda leaf: leaf + 1, tree()), 4)  # the values do not matter
 
 
 @pytest.mark.parametrize("bit", [0, 31])
@@ -90,7 +90,7 @@ def test_majority_among_the_copies_of_a_shard(others: tuple[int, ...], output: s
 
 def test_first_array_is_named_and_the_others_counted() -> None:
     broken = tree(whole={2: ((0, 0), 4)}, over_fsdp={0: ((0, 0), 4)}, over_data={7: ((0, 0), 4)})
-    with rejected("*(and of 2 further arrays)", ..., "differ between devices:"):
+    with rejected("*(and of 2 more)", ..., "differ between devices:"):
         make_desync_check(tree(), MESH)(broken, 1)
 
 

@@ -31,14 +31,14 @@ def observed(detector: SpikeDetector, losses: list[float]) -> dict[int, float]:
 @pytest.mark.parametrize(
     "settings, losses, expected",
     [
-        # The fourth loss is not above 3 * 2, nor the sixth above 3 * 3, the median of 1, 2, 3, 6
-        # and 7.6. At the seventh the window has dropped 1.
+        # The fourth loss does not exceed 3 times the median 2, and the sixth does not exceed 3 times
+        # the median 3. Before the seventh, the window drops the loss 1.
         ((3.0, 0.0, 5, 3), [1.0, 2.0, 3.0, 6.0, 7.6, 9.0, 18.1], {4: 2.5, 6: 6.0}),
         # A spike exceeds all recent losses.
         ((3.0, 0.0, 6, 3), [5.0, 1.0, 1.0, 1.0, 5.0, 5.1], {5: 1.0}),
-        # A few losses have no spike.
+        # The first 4 losses cannot be spikes.
         ((2.0, 0.0, 10, 4), [1.0, 1.0, 100.0, 1.0, 101.0], {4: 1.0}),
-        # A loss below the floor is no spike.
+        # A loss that does not exceed the floor is not a spike.
         ((10.0, 1.0, 5, 3), [0.01, 0.02, 0.01, 0.5, 1.0, 1.1], {5: 0.02}),
         # If the median is not positive, there is no spike.
         ((3.0, 0.0, 100, 2), [0.0] * 5 + [50.0], {}),
@@ -113,8 +113,8 @@ def test_a_nonfinite_number_ends_the_run(
     updates = [(41, update(1.0)), (42, update(1.0) | {name: (np.float32(value), np.float32(1))})]
     with pytest.raises(
         Diverged,
-        match=rf"^{name} became {output} at update 42, at the learning rate "
-        r"4\.2; the last checkpoint is runs/x/40\. Try, in a new --workdir",
+        match=rf"^{name} became {output} at update 42 \(learning rate "
+        r"4\.2\); the last checkpoint is runs/x/40\. Try, in a new --workdir",
     ):
         spikes(guard, updates)
 
@@ -129,8 +129,8 @@ def test_skipped_updates_are_reported_up_to_the_limit() -> None:
         "update 43 is skipped, because its gradient is not finite: 3 skipped so far, and "
         "config.guards.max_skipped is 3",
     ]
-    key = "*at update 44; 4 such updates were skipped, and config.guards.max_skipped is 3"
-    with rejected(key, ..., ", at the learning rate 4.4", "is runs/x/40. Try", Diverged):
+    key = "*at update 44: 4 skipped so far, and config.guards.max_skipped is 3"
+    with rejected(key, ..., "(learning rate 4.4)", "is runs/x/40. Try", Diverged):
         spikes(guard, [(44, LEFT_OUT)])
 
 
@@ -245,7 +245,7 @@ def test_one_update_too_many_ends_the_run_and_names_the_example(
     last = sorted(bad_example)[2]
     config = tiny.digits(guards__max_skipped=2, checkpoint__every="1 steps")
     message = (
-        f"^the gradient is not finite at update {last}; 3 such updates were skipped.* and its batch "
+        f"^the gradient is not finite at update {last}: 3 skipped so far.* and its batch "
         f"may be the cause: image.0, 0, 0. of example {BAD_EXAMPLE} of digits:.* is nan, which is "
         "not finite as float32"
     )
@@ -339,5 +339,5 @@ def test_advice_for_diverged_one_bit_runs() -> None:
         remedy = (
             "Try, in a new --workdir, a larger config.optimizer.relative_floor or config.optimizer"
         )
-        with rejected("loss became inf at update 7", ..., ", at the learning rate 0.7", remedy):
+        with rejected("loss became inf at update 7", ..., "(learning rate 0.7)", remedy):
             spikes(guard, [(7, update(np.inf))])

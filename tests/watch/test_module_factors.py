@@ -27,8 +27,8 @@ def test_factors_by_name(rounded: bool) -> None:
     _, state = tx.update(params, tx.init(params), params, halves=(a, b))
     one = record(1, state=SimpleNamespace(opt_state=state))
     observer.recorded(one)
-    # The cosines are sqrt(1/2) and 0; the ratio of the distances, (1 - sqrt(1/2)) / 1, is clipped to
-    # the lower bound 0.5.
+    # The cosines are sqrt(1/2) and 0. The ratio of the distances, (1 - sqrt(1/2)) / 1, is clipped to
+    # the lower bound 0.5, and the factor is its square root.
     assert one.values == {"agvm/body": 1.0, "agvm/head": pytest.approx(0.5**0.5)}
 
 

@@ -64,12 +64,12 @@ def test_no_profile_of_a_complete_run(tmp_path: pathlib.Path) -> None:
 
 
 def test_errors(tmp_path: pathlib.Path) -> None:
-    with rejected("--profile", 8, "is too many: the run has 8 updates", "use at most 7"):
+    with rejected("--profile", 8, "is too many: the run has 8 update(s)", "use at most 7"):
         profile(tmp_path, 8)
     observer, _ = profile(tmp_path, 5)
-    with rejected("--profile", 5, "after update 3 the run has 5 updates", "use at most 4"):
+    with rejected("--profile", 5, "after update 3 the run has 5 update(s)", "use at most 4"):
         observer.started(start(3))
-    with rejected("--profile", 1, "the run has 1 updates", "leave it out"):
+    with rejected("--profile", 1, "the run has 1 update(s)", "leave out the flag"):
         profile(tmp_path, 1, total=1)
     with rejected("--workdir", ..., "is in a bucket, and --profile=2 needs a local folder"):
         profile("gs://b/run", 2)

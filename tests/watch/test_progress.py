@@ -34,7 +34,7 @@ def run(
     recipe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[RunProgress, Any]]:
-    """Returns the progress of a run after its first update, and a function that adds a record."""
+    """Yields the progress of a run after its first update, and a function that adds a record."""
     metadata = {
         "total_steps": total_steps,
         "batch_size": batch_size,

@@ -26,7 +26,7 @@ TIME = {"seconds": 2.0, "seconds_with_startup": 5.0, "starts": 1}
 
 
 def made(config: spec_keys.Target) -> tuple[Target, list[str], Any]:
-    """Returns a target of a run with 4 updates per epoch, the list of its messages, and a start."""
+    """Returns a target of a run with 4 updates per epoch, and the lists of its messages and records."""
     output: list[str] = []
     target = Target(
         config, CurrentRecipe(SimpleNamespace(epoch=lambda step: step / 4)), output.append
@@ -131,7 +131,7 @@ def state_of(settings: ConfigDict, workdir: pathlib.Path, step: int) -> Any:
 def stopped(
     whole: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ConfigDict, pathlib.Path]:
-    """Returns a run that stopped at its target at update 6, where no checkpoint or log is due."""
+    """Returns config and workdir of a run that stopped at update 6, when no save or log was due."""
     settings = to(whole, log__every="4 steps")
     workdir = tmp_path_factory.mktemp("stopped")
     train(settings, workdir, quiet=True)
@@ -230,7 +230,7 @@ def test_preempted_in_the_evaluation_that_reaches_it(
         assert checkpoints(tmp_path) == {"4", "6"}
         assert records(tmp_path, "eval") == records(whole, "eval")[:2]
         assert (record["step"], record["starts"]) == (6, 2)
-        # The evaluations after updates 3 and 6, and before the latter a first, incomplete attempt.
+        # Three slow evaluations: after update 3, an incomplete one after update 6, and its repetition.
         assert 1.5 <= record["seconds"] <= record["seconds_with_startup"] - 2.0
         assert record["seconds_with_startup"] <= took + time.monotonic() - began
 
