@@ -91,7 +91,7 @@ def critical(batches: Sequence[int], excesses: Sequence[float], tolerance: float
     for batch in batches:
         check_whole("batch", batch, lowest=1)
     if not batches or any(a >= b for a, b in itertools.pairwise(batches)):
-        raise ValueError(f"batches={list(batches)} must be a list of strictly increasing sizes")
+        raise ValueError(f"batches={list(batches)} must be a non-empty, strictly increasing list")
     points = list(zip(batches, excesses, strict=True))
     if not points[0][1] <= tolerance:
         raise ValueError(f"excesses[0]={points[0][1]} must be at most the tolerance, {tolerance}")

@@ -208,7 +208,7 @@ class _Walk(Arguments):
             buffers = [treedef.flatten_up_to(x) for x in state[1 : 1 + self._num_buffers]]
         except ValueError as error:
             raise ValueError(
-                f"state must be the state for these params, not for other parameters: {error}"
+                f"state must come from init with params of the same structure: {error}"
             ) from None
         return grads, list(zip(*buffers, strict=True)) if buffers else [()] * len(grads)
 

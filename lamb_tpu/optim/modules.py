@@ -34,7 +34,7 @@ class Products(NamedTuple):
 def check(name: str, modules: Sequence[str]) -> None:
     """Raises ValueError unless `modules` is a list of distinct regular expressions, at least one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence) or not modules:
-        raise ValueError(f"{name}={modules!r} must be a list of regular expressions over paths")
+        raise ValueError(f"{name}={modules!r} must be a non-empty list of regular expressions")
     for pattern in modules:
         try:
             re.compile(pattern)
@@ -85,8 +85,8 @@ def assign(params: optax.Params, modules: Sequence[str]) -> list[int]:
     for index, pattern in enumerate(modules):
         if indices and index not in indices:
             raise ValueError(
-                f"the module {pattern!r} has no parameters: earlier modules match all of them, or "
-                f"none match; the paths are {', '.join(parameters.leaf_paths(params)[:8])}"
+                f"the module {pattern!r} has no parameters, because it matches none, or because earlier "
+                f"modules match them first; the paths are {', '.join(parameters.leaf_paths(params)[:8])}"
             )
     return indices
 

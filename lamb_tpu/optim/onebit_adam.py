@@ -130,8 +130,8 @@ class OneBit(leafwise.Arguments):
             axes = [axis for axis in range(values.ndim) if axis not in leaf.metadata.layer_axes]
             if not axes or values.shape[axes[0]] < last:
                 raise ValueError(
-                    f"masked_rows={(first, last)} are not rows of the parameter {leaf.path!r}, "
-                    f"which has the shape {values.shape}"
+                    f"masked_rows={(first, last)} is not a range of rows of the parameter "
+                    f"{leaf.path!r}, which has the shape {values.shape}"
                 )
             row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axes[0])
             values = jnp.where((row < first) | (row >= last), values, 0.0)

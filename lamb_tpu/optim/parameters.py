@@ -82,7 +82,7 @@ class ParameterMetadata:
             checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
         if not _are_axes(axes):
-            raise ValueError(f"layer_axes={axes!r} must be distinct axes counted from 0")
+            raise ValueError(f"layer_axes={axes!r} must be a list of distinct axes, counted from 0")
         # A frozen dataclass forbids plain assignment. Sort, because `resolve` takes the last axis
         # as the largest.
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
@@ -97,8 +97,8 @@ class ParameterMetadata:
             object.__setattr__(self, name, float(value))
         if not self.decay and self.decay_factor != 1.0:
             raise ValueError(
-                f"decay_factor={self.decay_factor!r} has no effect with decay=False; give only one "
-                "of them"
+                f"decay_factor={self.decay_factor!r} has no effect with decay=False; leave out "
+                "one of the two"
             )
 
     def matrix(self, num_axes: int, by_name: bool = True) -> MatrixAxes | None:
@@ -216,15 +216,15 @@ def resolve(params: optax.Params, rules: Rules) -> PyTree:
         num_axes = np.ndim(leaf)
         if match.layer_axes and match.layer_axes[-1] >= num_axes:
             raise ValueError(
-                f"layer_axes={match.layer_axes} do not exist in the parameter {path!r}, "
-                f"which has {num_axes} axes"
+                f"layer_axes={match.layer_axes} must be axes of the parameter {path!r}; its "
+                f"number of axes is {num_axes}"
             )
         if match.matrix_axes:
             named = {*match.layer_axes, *match.matrix_axes[0], *match.matrix_axes[1]}
             if named != set(range(num_axes)):
                 raise ValueError(
-                    f"matrix_axes={match.matrix_axes} and layer_axes={match.layer_axes} are not "
-                    f"all axes of the parameter {path!r}, which has {num_axes}"
+                    f"matrix_axes={match.matrix_axes} and layer_axes={match.layer_axes} must "
+                    f"together be all axes of the parameter {path!r}; its number of axes is {num_axes}"
                 )
         metadata.append(_named(match, path, num_axes))
     if paths and not isinstance(rules, str):
@@ -284,7 +284,7 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
             taker = takers[first]
             assert taker is not None  # this rule matches the path, so the path has a first match
             yield (
-                f"the rule {regex.pattern!r} decides nothing: earlier rules match all of its "
+                f"the rule {regex.pattern!r} has no effect: earlier rules match all of its "
                 f"leaves; for example, {regexes[taker].pattern!r} matches {paths[first]!r}"
             )
 
@@ -426,7 +426,7 @@ def check_rules(rules: Rules) -> list[tuple[re.Pattern, ParameterMetadata]]:
     """Returns the compiled rules; raises ValueError for an invalid or repeated one."""
     if isinstance(rules, str):
         if rules not in RULES:
-            raise ValueError(f"rules={rules!r} is unknown; known: {', '.join(RULES)}")
+            raise ValueError(f"rules={rules!r} is unknown; use one of {', '.join(RULES)}")
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
         raise ValueError(
@@ -459,11 +459,11 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterMetadata]:
         metadata = dict(metadata)
     except (TypeError, ValueError):
         raise ValueError(
-            f"the rule {pattern!r} has {metadata!r}, which must be a mapping of {', '.join(known)}"
+            f"the rule {pattern!r} has {metadata!r}, which must map some of {', '.join(known)}"
         ) from None
     for name in metadata:
         if name not in known:
             raise ValueError(
-                f"the rule {pattern!r} has the unknown field {name!r}; known: {', '.join(known)}"
+                f"the rule {pattern!r} has the unknown field {name!r}; use one of {', '.join(known)}"
             )
     return regex, ParameterMetadata(**metadata)

@@ -137,10 +137,10 @@ def preset(optimizer: str, name: str) -> dict[str, Any]:
     """
     if not isinstance(optimizer, str) or optimizer not in PRESETS:
         raise ValueError(
-            f"optimizer={optimizer!r} has no presets, only {', '.join(PRESETS)} do; use preset='' "
+            f"optimizer={optimizer!r} has no presets, unlike {', '.join(PRESETS)}; use preset='' "
             f"instead of preset={name!r}"
         )
     if not isinstance(name, str) or name not in PRESETS[optimizer]:
         known = ", ".join(PRESETS[optimizer])
-        raise ValueError(f"preset name={name!r} is unknown; {optimizer} has: {known}")
+        raise ValueError(f"preset name={name!r} is unknown; for {optimizer} use one of {known}")
     return dict(PRESETS[optimizer][name])

@@ -63,8 +63,8 @@ def refined_schedule(
         raise ValueError(f"gradient_norms={short(gradient_norms)} must be numbers") from None
     if norms.ndim != 1 or norms.size < 2:
         raise ValueError(
-            f"gradient_norms={short(gradient_norms)} must be a list of at least 2 numbers, not of "
-            f"the shape {norms.shape}"
+            f"gradient_norms={short(gradient_norms)} must be a list of at least 2 numbers, not an "
+            f"array of the shape {norms.shape}"
         )
     bad = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
     if bad.size:

@@ -125,7 +125,7 @@ def _check(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         )
     if len(_spec(sharding)) > len(shape):
         raise ValueError(
-            f"params_sharding[{path!r}]={_spec(sharding)} has more axes than the parameter, which "
+            f"params_sharding[{path!r}]={_spec(sharding)} has more entries than the parameter has axes; it "
             f"has the shape {shape}"
         )
     if isinstance(sharding, NamedSharding):

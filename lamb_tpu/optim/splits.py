@@ -55,7 +55,7 @@ def split_of(
         return Split(names, None, None)
     if len(given) > len(shape):
         raise ValueError(
-            f"axis_name={given} has more axes than the parameter {path!r}, which has {len(shape)}"
+            f"axis_name={given} has more entries than the parameter {path!r} has axes, {len(shape)}"
         )
     # A spec may be shorter than the leaf; the other axes are not split.
     entries = [*given, *(None,) * (len(shape) - len(given))]

@@ -126,7 +126,7 @@ def test_masked_rows_find_nnx_paths():
 def test_rows_that_are_not_there():
     tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("bias", (1, 9))])
     with pytest.raises(
-        ValueError, match=r"masked_rows=\(1, 9\) are not rows of the parameter 'bias', which"
+        ValueError, match=r"masked_rows=\(1, 9\) is not a range of rows of the parameter 'bias'"
     ):
         trained(tx, 2)
 

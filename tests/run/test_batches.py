@@ -119,29 +119,29 @@ def test_the_optimizer_uses_the_rate_of_the_step() -> None:
         ),
         (
             {"name": "ramp", "points": ((0, 24),)},
-            ": the batch at 0 examples must be a multiple of the batch granularity 16, as 16 or 32, not "
+            ": the batch at 0 examples must be a multiple of the batch granularity 16, such as 16 or 32, not "
             "24; the granularity is one microbatch, config.batch_size / config",
         ),
         (
             {"name": "ramp", "points": ((0, 16), (192, 32), (64, 128))},
-            r": points must begin at 0 examples and then rise, not \[0, 192, 64\]",
+            r": points must start at 0 examples and increase, not \[0, 192, 64\]",
         ),
         ({"name": "ramp", "points": 3}, ".points=3 has the wrong type; use a tuple of"),
         ({"name": "simigrad", "upper": 128}, ".target is missing; set it, because batch rule"),
         ({"name": "simigrad"}, ".upper and config.batch_rule.target are missing;"),
         (
             {"name": "simigrad", "target": 0.9, "upper": 144},
-            ": upper must be a multiple of the batch granularity 32, as 128 or 160, not 144; the "
+            ": upper must be a multiple of the batch granularity 32, such as 128 or 160, not 144; the "
             r"granularity is two microbatches, 2 \* config.batch_size / config.accumul",
         ),
         (
             {"name": "norm_test", "eta": 0.9, "upper": 100},
-            ": upper must be a multiple of the batch granularity 16, as 96 or 112, not 100; the "
+            ": upper must be a multiple of the batch granularity 16, such as 96 or 112, not 100; the "
             "granularity is one microbatch, config",
         ),
         (
             {"name": "noise_scale", "lower": 256, "upper": 128},
-            ": lower must be at most upper, 128, not 256",
+            ": lower must be at most upper=128, not 256",
         ),
         (
             {"name": "noise_scale", "lower": 128, "upper": 256},

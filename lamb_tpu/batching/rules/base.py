@@ -115,7 +115,7 @@ class Bounded(Rule):
             if getattr(self, name) is not None:
                 check_granularity(name, getattr(self, name), self.granularity)
         if self.smallest > self.upper:
-            raise ValueError(f"lower must be at most upper, {self.upper}, not {self.smallest}")
+            raise ValueError(f"lower must be at most upper={self.upper}, not {self.smallest}")
 
     @property
     def smallest(self) -> int:
@@ -151,7 +151,7 @@ def check_granularity(name: str, batch: int, granularity: int) -> None:
         below = batch // granularity * granularity
         near = f"{below} or {below + granularity}" if below else f"{granularity}"
         raise ValueError(
-            f"{name} must be a multiple of the batch granularity {granularity}, as {near}, not {batch}"
+            f"{name} must be a multiple of the batch granularity {granularity}, such as {near}, not {batch}"
         )
 
 
@@ -159,7 +159,7 @@ def read(statistics: Mapping[str, float], name: str) -> float:
     """Returns a statistic as a Python number; raises ValueError if it is missing."""
     if name not in statistics:
         raise ValueError(
-            f"the rule needs the statistic {name!r}; measured: {', '.join(statistics) or 'none'}"
+            f"the rule needs the statistic {name!r}, but it has only: {', '.join(statistics) or 'none'}"
         )
     return float(statistics[name])
 

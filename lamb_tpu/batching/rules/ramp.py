@@ -55,7 +55,7 @@ class Ramp(Rule):
             check_granularity(f"the batch at {examples} examples", batch, self.granularity)
         places = [examples for examples, _ in points]
         if places[0] != 0 or any(a >= b for a, b in itertools.pairwise(places)):
-            raise ValueError(f"points must begin at 0 examples and then rise, not {places}")
+            raise ValueError(f"points must start at 0 examples and increase, not {places}")
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
         """Returns the batch size when `examples` examples have been seen."""

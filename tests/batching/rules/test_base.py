@@ -49,7 +49,7 @@ def test_every_rule_gives_multiples_within_bounds(name, batch) -> None:
 def test_numbers_that_are_not_finite_leave_the_batch(name) -> None:
     nothing = dict.fromkeys(STATISTICS, math.nan)
     assert _make(name).next_batch(64, nothing, examples=0) == 64
-    with pytest.raises(ValueError, match="the rule needs the statistic .*; measured: loss"):
+    with pytest.raises(ValueError, match="the rule needs the statistic .*, but it has only: loss"):
         _make(name).next_batch(64, {"loss": 1.0}, examples=0)
 
 
@@ -78,10 +78,10 @@ def test_intervals(name) -> None:
         ({"interval": 0}, "interval=0 must be a whole number of at least 1"),
         (
             {"upper": 100},
-            "upper must be a multiple of the batch granularity 8, as 96 or 104, not 100",
+            "upper must be a multiple of the batch granularity 8, such as 96 or 104, not 100",
         ),
-        ({"lower": 3}, "lower must be a multiple of the batch granularity 8, as 8, not 3"),
-        ({"lower": 64, "upper": 32}, "lower must be at most upper, 32, not 64"),
+        ({"lower": 3}, "lower must be a multiple of the batch granularity 8, such as 8, not 3"),
+        ({"lower": 64, "upper": 32}, "lower must be at most upper=32, not 64"),
         ({"upper": 0}, "upper=0 must be a whole number of at least 1"),
     ],
 )

@@ -39,14 +39,14 @@ def test_seesaw_rounds_to_the_granularity() -> None:
     [
         ((), r"points=\(\) must be a list of pairs"),
         ((8,), r"points=\(8,\) must be a list of pairs"),
-        (((5, 8),), "points must begin at 0 examples and then rise, not \\[5\\]"),
+        (((5, 8),), "points must start at 0 examples and increase, not \\[5\\]"),
         (
             ((0, 8), (9, 16), (9, 24)),
-            "points must begin at 0 examples and then rise, not \\[0, 9, 9\\]",
+            "points must start at 0 examples and increase, not \\[0, 9, 9\\]",
         ),
         (
             ((0, 8), (9, 12)),
-            "the batch at 9 examples must be a multiple of the batch granularity 8, as 8 or 16, not 12",
+            "the batch at 9 examples must be a multiple of the batch granularity 8, such as 8 or 16, not 12",
         ),
         (((0, 8), (2.5, 16)), "examples=2.5 must be a whole number"),
     ],
