@@ -1,6 +1,6 @@
 """Transforms for `optax.chain`: weight decay and rate factors by rules, and float32 arithmetic.
 
-They can be combined with Optax's transforms, as in `baselines`.
+These transforms can be combined with Optax's, as in `baselines`.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ _FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a real number or a scalar array, even if traced, but no bool."""
+    """Returns whether the value is a real number or a scalar array, even if traced, but not a bool."""
     # Tracers are `jax.Array`s: their shape and dtype are known, but not their value.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
@@ -237,8 +237,7 @@ def gradient_leaves(updates: optax.Updates, params: optax.Params) -> list[jax.Ar
     check_arrays("params", params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     try:
-        # Unlike `jax.tree.leaves` this keeps a None in place of a gradient, which is rejected
-        # below.
+        # Unlike `jax.tree.leaves`, `flatten_up_to` returns None as a leaf; the loop rejects it.
         grads = treedef.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(
@@ -311,6 +310,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Returns the value's `repr`, at most 200 characters of it."""
+    """Returns the value's `repr`, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -100,8 +100,8 @@ def make_optimizer(
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
     known = {key: value for key, value in _parameters(build).items() if key != "learning_rate"}
-    # If the optimizer's function has an argument of this name, pass the value to it. Otherwise
-    # remove the value from the arguments; another transform wraps the optimizer below.
+    # If the optimizer's function has a common argument, pass the value on. Otherwise remove it from
+    # the arguments; another transform wraps the optimizer below.
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None) for key in _COMMON
     }
@@ -145,8 +145,7 @@ def _built(
                 )
     if callable(name):
         checks.check_transform(f"{_title(name)}()", tx)
-        # The wrappers pass extra arguments, and the `update` of a custom transform may not take
-        # any.
+        # The wrappers pass extra arguments, which the `update` of a custom transform might reject.
         tx = optax.with_extra_args_support(tx)
     return tx
 
@@ -219,8 +218,7 @@ def _under_agvm(
 def custom_arguments(name: Any) -> dict[str, inspect.Parameter]:
     """Returns the arguments of an optimizer, given by name or as a function.
 
-    The arguments in the signature of the function, except the learning rate, come first, and then
-    those that every optimizer has.
+    Arguments in the function's signature, except the learning rate, precede the common arguments.
 
     >>> custom_arguments("sgd")["weight_decay"].default
     0.0

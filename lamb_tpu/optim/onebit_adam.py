@@ -119,7 +119,7 @@ class OneBit(leafwise.Arguments):
     def masked(self, leaf: Leaf, values: jax.Array, nu: jax.Array) -> jax.Array:
         """Sets exchanged values of masked elements to 0, because one bit cannot represent 0.
 
-        Masked are the elements in `masked_rows` and, with `mask_unseen`, all elements with a second
+        The masked elements are those in `masked_rows` and, with `mask_unseen`, those with a second
         moment of 0. Rows are counted along the first axis that does not stack layers.
         """
         if self.mask_unseen:

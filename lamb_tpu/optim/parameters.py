@@ -90,7 +90,7 @@ class ParameterMetadata:
             object.__setattr__(self, "matrix_axes", _matrix_axes(self.matrix_axes, axes))
         for name in ("rate_factor", "decay_factor"):
             value = getattr(self, name)
-            # A bool is an int in Python, but True as a factor is certainly an error of the user.
+            # A bool is an int in Python, but a factor of True is certainly a user error.
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0.0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
@@ -164,7 +164,7 @@ _NORMS = rf"{_NORM}|{_OF_NORMS}"
 RULES: dict[str, tuple[tuple[str, ParameterMetadata], ...]] = {
     # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
     "all": (("", ParameterMetadata()),),
-    # What working recipes for BERT and ResNet do: biases and norms neither decay nor adapt.
+    # As in working recipes for BERT and ResNet, biases and norms neither decay nor adapt.
     "no_bias_no_norm": _without(_LEAVES),
     # NVIDIA's BERT in TensorFlow: biases and norms do not decay, but every tensor adapts.
     "no_bias_no_norm_decay": _without(_LEAVES, adapt=True),
@@ -242,7 +242,7 @@ def resolve(params: optax.Params, rules: Rules) -> PyTree:
     return jax.tree.unflatten(treedef, metadata)
 
 
-@functools.lru_cache(maxsize=4096)  # it is called for every leaf whenever an update is traced
+@functools.lru_cache(maxsize=4096)  # called for every leaf whenever an update is traced
 def _named(metadata: ParameterMetadata, path: str, num_axes: int) -> ParameterMetadata:
     """Returns the metadata with `axes_by_name` set."""
     if metadata.matrix_axes is not None:
@@ -423,7 +423,7 @@ def _matrix_text(axes: MatrixAxes | tuple[()] | None) -> str:
 
 
 def check_rules(rules: Rules) -> list[tuple[re.Pattern, ParameterMetadata]]:
-    """Returns the compiled rules; raises ValueError for an invalid or repeated one."""
+    """Returns the compiled rules; raises ValueError if a rule is invalid or repeated."""
     if isinstance(rules, str):
         if rules not in RULES:
             raise ValueError(f"rules={rules!r} is unknown; use one of {', '.join(RULES)}")

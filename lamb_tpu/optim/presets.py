@@ -29,14 +29,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lamb": {
         # Algorithm 2 of arXiv:1904.00962 in the ICLR version. optax.lamb, AlgoPerf's Lamb and the
-        # LAMB of MLPerf's BERT in TensorFlow compute the same with other defaults.
+        # LAMB of MLPerf's BERT in TensorFlow are the same algorithm with other defaults.
         "paper": _LAMB,
         # The authors' experiments: no bias correction, as in Google's ALBERT, and clipped
         # gradients. The parameters of norms, and in some experiments biases, neither decay nor
         # adapt.
         "author": _LAMB | {"bias_correction": "none", "clip_global_norm": 1.0},
-        # tensorflow_addons.optimizers.LAMB. There an empty list of exclusions from adaptation means
-        # the list of exclusions from decay.
+        # tensorflow_addons.optimizers.LAMB. If its list of exclusions from adaptation is empty, it
+        # uses the list of exclusions from decay instead.
         "tfa": _LAMB | {"weight_decay": 0.0},
         # apex.optimizers.FusedLAMB with use_nvlamb=True: every tensor adapts.
         "nvlamb": _LAMB | {"clip_global_norm": 1.0},

@@ -80,7 +80,7 @@ def refined_schedule(
     norms = _median_filter(norms, 2 * (int(smoothing * norms.size) // 2) + 1)
     weights = (norms / np.min(norms)) ** NORM_POWERS[norm]  # dividing by min avoids overflow
     remaining = np.cumsum(weights[::-1])[::-1]  # the sum of this weight and all later ones
-    # The formula of the docstring up to a constant factor. No sample follows the last one, hence 0.
+    # The docstring's formula, up to a constant factor. The last rate is 0: no sample follows it.
     rates = weights * np.append(remaining[1:], 0.0)
     rates *= peak / rates.max()
     # The first update uses the first rate and the last update the last rate.

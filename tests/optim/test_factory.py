@@ -101,7 +101,7 @@ def test_one_table_of_rules_serves_all(name):
     rules = [["bias", {"decay": False, "adapt": False}], ["", {"layer_axes": []}]]
     config = {"name": name, "rules": rules}
     if name == "adagrad_norm":
-        config["per_layer"] = True  # its global norm would include the gradients that decay
+        config["per_layer"] = True  # else the kernel's decay changes the global norm
     configs = [{**config, "weight_decay": decay} for decay in (0.0, 0.5)]
     plain, decayed = (
         tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]

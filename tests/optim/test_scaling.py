@@ -66,8 +66,8 @@ def test_every_optimizer_is_either_in_the_random_matrix_rule_or_known_not_to_be(
 
 
 def test_timescale_is_the_memory_of_the_average():
-    # Weights that start at 1 and get no gradient become (1 - eta lambda) ** steps: after tau of the
-    # run, 1 / e.
+    # Weights that start at 1 and get no gradient become (1 - eta lambda) ** steps, which is 1 / e after
+    # the fraction tau of the run.
     rate, decay, batch_size, data_size = 0.01, 0.1, 64, 64 * 5000
     tau = adamw_timescale(rate, decay, batch_size, data_size)
     assert tau == pytest.approx(0.2)

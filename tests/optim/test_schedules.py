@@ -97,7 +97,7 @@ def test_hold():
     np.testing.assert_allclose(
         values, [0, 0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0], rtol=1e-6, atol=1e-7
     )
-    # Without a warm-up; and with decay_from='zero', where the rate drops after the warm-up.
+    # A hold without a warm-up; and with decay_from='zero', so the rate drops after the hold.
     np.testing.assert_allclose(_values(warmup(1.0, 4, hold_steps=2), range(4)), [1, 1, 1, 0.5])
     values = _values(warmup(1.0, 10, 2, hold_steps=3, decay_from="zero"), [1, 4, 5, 9])
     np.testing.assert_allclose(values, [0.5, 1, 0.5, 0.1], rtol=1e-6)

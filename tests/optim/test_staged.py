@@ -161,7 +161,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", REDUCING)
 def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
-    """An element has a gradient of 1e-6 where others have 1, like pixels at the edge of an image."""
+    """One element has a gradient of 1e-6 and the others of 1, like pixels at the edge of an image."""
     params = {"w": jnp.ones(4)}
     first = {"w": jnp.array([1.0, -1.0, 1.0, 1e-6])}
 

@@ -84,7 +84,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant(Rule):
-    """Does not change the batch size with which training begins.
+    """Keeps the batch size with which training begins.
 
     >>> Constant(granularity=8).next_batch(64, {}, examples=10_000)
     64
