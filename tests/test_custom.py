@@ -306,8 +306,8 @@ UPDATES = {
     "tree": "update must return updates like the parameters: ",
     "shape": "has the shape (1, ",
     "whole": "update must return floating-point updates, not int32",
-    "grows": "(number of arrays before: 1, after: 2; only one of the states has 'g1')",
-    "lists": "(number of arrays before: 1, after: 2; only one of the states has '1')",
+    "grows": "(number of arrays before: 1, after: 2, only in one of them: 'g1')",
+    "lists": "(number of arrays before: 1, after: 2, only in one of them: '1')",
     "widens": "of its state, but changed 'count' from float32[] to float32[2]",
     "casts": "of its state, but changed 'count' from float32[] to bfloat16[]",
 }

@@ -57,7 +57,7 @@ def adagrad_norm(
       initial_norm: :math:`b_0`, at least 0. The default is the square root of 0.01, the initial
         :math:`b^2` in the code of AdAdaGrad's authors. There, each row of a matrix has a separate
         :math:`b^2`.
-      per_layer: whether each layer has a separate :math:`b`, computed from its own gradients.
+      per_layer: whether each layer has a separate :math:`b`, computed from the layer's gradients.
       weight_decay: :math:`\lambda`.
       axis_name: without `per_layer`, these mesh axes must not split the layers of a stack.
       collect: the stored ratio is the factor of the gradient, :math:`1 / b_t`.

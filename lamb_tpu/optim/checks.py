@@ -281,7 +281,7 @@ def check_result(result: Any, params: optax.Params, state: Any) -> None:
     known, now = _leaves_by_path(state), _leaves_by_path(after)
     changed = [path for path in [*known, *now] if (path in known) != (path in now)]
     if changed or jax.tree.structure(state) != jax.tree.structure(after):
-        where = f"; only one of the states has {changed[0]!r}" if changed else ""
+        where = f", only in one of them: {changed[0]!r}" if changed else ""
         raise ValueError(
             "update must not change the structure of its state (number of arrays before: "
             f"{len(known)}, after: {len(now)}{where})"

@@ -100,8 +100,8 @@ def make_optimizer(
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
     known = {key: value for key, value in _parameters(build).items() if key != "learning_rate"}
-    # If the optimizer's function has a common argument, pass the value on. Otherwise remove it from
-    # the arguments; another transform wraps the optimizer below.
+    # Common arguments that the optimizer's function takes stay in `arguments`. The others are removed,
+    # and further transforms implement them below.
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None) for key in _COMMON
     }

@@ -130,7 +130,7 @@ class OneBit(leafwise.Arguments):
             axes = [axis for axis in range(values.ndim) if axis not in leaf.metadata.layer_axes]
             if not axes or values.shape[axes[0]] < last:
                 raise ValueError(
-                    f"masked_rows={(first, last)} is not a range of rows of the parameter "
+                    f"masked_rows={(first, last)} must be a range of rows of the parameter "
                     f"{leaf.path!r}, which has the shape {values.shape}"
                 )
             row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axes[0])

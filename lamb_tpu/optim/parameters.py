@@ -107,7 +107,7 @@ class ParameterMetadata:
             return self.matrix_axes or None
         if by_name and self.axes_by_name is not None:
             return self.axes_by_name or None
-        # If no rule decides, a leaf is a matrix if it has exactly two axes besides its layer axes.
+        # Without a rule, a leaf is a matrix if it has exactly two axes besides its layer axes.
         # Their order is that of Flax: (inputs, outputs).
         sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
         return ((sides[0],), (sides[1],)) if len(sides) == 2 else None
@@ -459,7 +459,7 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterMetadata]:
         metadata = dict(metadata)
     except (TypeError, ValueError):
         raise ValueError(
-            f"the rule {pattern!r} has {metadata!r}, which must map some of {', '.join(known)}"
+            f"the rule {pattern!r} has the metadata {metadata!r}; use a mapping of {', '.join(known)}"
         ) from None
     for name in metadata:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Recorded tests of AdAdaGrad, recomputed: statistics, batch sizes and trajectories."""
+"""Recomputes recorded tests of AdAdaGrad: statistics, batch sizes and trajectories."""
 
 import functools
 from collections.abc import Mapping

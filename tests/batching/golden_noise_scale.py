@@ -1,4 +1,4 @@
-"""Recorded noise scales, recomputed with `lamb_tpu.batching.noise_scale`."""
+"""Recomputes recorded noise scales with `lamb_tpu.batching.noise_scale`."""
 
 import math
 from collections.abc import Mapping

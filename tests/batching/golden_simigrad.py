@@ -1,4 +1,4 @@
-"""Recorded runs of SimiGrad, recomputed: cosines, batch sizes, rates and parameters."""
+"""Recomputes recorded runs of SimiGrad: cosines, batch sizes, rates and parameters."""
 
 import math
 from collections.abc import Mapping

@@ -41,7 +41,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         b2=b2,
         eps_root=eps,
     )
-    hook.same_numbers("debug_mode")  # it only prints
+    hook.same_numbers("debug_mode")  # the hook only prints
     if hook.take("warmup_iters", 0) > start:
         raise NotImplementedError("lr_update_start_iter must be at least warmup_iters")
     hook.check_empty(entry["implementation"])

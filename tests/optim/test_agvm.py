@@ -1,4 +1,4 @@
-"""AGVM: the factors of modules, and which updates measure and apply them."""
+"""Tests AGVM: the factors of modules, and the updates that measure and apply them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""APOLLO against a NumPy loop, and consequences of its definition."""
+"""Compares APOLLO with a NumPy loop, and tests consequences of its definition."""
 
 import importlib
 

@@ -1,7 +1,7 @@
 """Every public function rejects arguments of wrong types; the error has the name and the value.
 
-The table follows from the signatures, so new functions and arguments are included. A function that
-needs arguments which this file does not know fails `test_every_function_has_a_valid_call`.
+The table follows from the signatures, so new functions and arguments are included. A function
+with required arguments that `NEEDED` lacks fails `test_every_function_has_a_valid_call`.
 """
 
 import importlib

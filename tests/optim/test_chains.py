@@ -1,4 +1,4 @@
-"""Transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
+"""Tests transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Durations: valid and invalid texts, and exact numbers of updates."""
+"""Tests durations: valid and invalid texts, and exact numbers of updates."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Optimizers by name, with common arguments and presets."""
+"""Tests the construction of optimizers by name, with common arguments and presets."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Every recorded run of DeepSpeed's 1-bit optimizers, reproduced at every update."""
+"""Reproduces every recorded run of DeepSpeed's 1-bit optimizers at every update."""
 
 import numpy as np
 import pytest

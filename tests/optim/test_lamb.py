@@ -1,4 +1,4 @@
-"""LAMB against a loop written from the formulas, and known failure modes of LAMB."""
+"""Compares LAMB with a loop written from the formulas, and tests known failure modes."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Modules by regular expressions, and accurate cosines."""
+"""Tests modules defined by regular expressions, and the accuracy of cosines."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Parameter metadata: the matching of rules, errors, all types of trees, and the text of the table."""
+"""Tests parameter metadata: matching of rules, errors, all types of trees, and the table."""
 
 import collections
 import warnings
@@ -197,7 +197,7 @@ def test_named_rules_may_match_nothing():
             [("bias", {"decays": False})],
             "unknown field 'decays'; use one of decay, adapt, layer_axes, rate",
         ),
-        ([("bias", False)], "the rule 'bias' has False, which must map some of"),
+        ([("bias", False)], "the rule 'bias' has the metadata False; use a mapping"),
         ([("bias", {"decay": 0.1})], "decay=0.1 must be True or False"),
         ([("bias", {"layer_axes": (-1,)})], r"layer_axes=.* must be a list of distinct axes"),
         ([("bias", {"layer_axes": (1, 1)})], r"layer_axes=.* must be a list of distinct axes"),

@@ -1,4 +1,4 @@
-"""The refined schedule against loops from its formula, and special cases."""
+"""Compares the refined schedule with loops from its formula, and tests special cases."""
 
 import jax
 import jax.numpy as jnp

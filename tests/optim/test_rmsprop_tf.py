@@ -1,4 +1,4 @@
-"""Each option of RMSProp against a NumPy loop, and properties that all options share."""
+"""Compares each option of RMSProp with a NumPy loop, and tests properties that all options share."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Scaling of a tuned rate, warm-up and weight decay with the batch size."""
+"""Tests the scaling of a tuned rate, warm-up and weight decay with the batch size."""
 
 import math
 

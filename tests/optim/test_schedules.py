@@ -1,4 +1,4 @@
-"""Learning rates at critical updates; test_golden_schedules has recorded rates."""
+"""Tests learning rates at critical updates; test_golden_schedules compares recorded rates."""
 
 import math
 

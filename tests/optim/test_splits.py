@@ -1,4 +1,4 @@
-"""The full shape and split axes of a leaf inside shard_map, from a spec and from a name."""
+"""Tests the full shape and split axes of a leaf inside shard_map, from a spec and from a name."""
 
 import jax
 import jax.numpy as jnp
