@@ -38,7 +38,7 @@ class Critical(NamedTuple):
 def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
     """Returns the relative excess of a batch's mean loss over the mean loss of the smallest batch.
 
-    The standard error is that of a ratio of means, with losses paired by seed: branches with the
+    The standard error is computed for a ratio of means, with losses paired by seed: branches with the
     same seed train on the same examples, so the effect of these examples on both losses cancels.
 
     >>> excess([2.5, 3.75], [2.0, 3.0])

@@ -225,7 +225,7 @@ class _Step(leafwise.Arguments):
             growth = jnp.maximum(norm / (previous + 1e-8), self.growth_limit) / self.growth_limit
             growth = jnp.where(previous > 0.0, growth, 1.0)
             scaled, norm = scaled / growth, norm / growth
-        # The stored norm is that of U_t, after the limit.
+        # Store the norm of U_t, after the limit.
         return (scaled if self.scale_front else root * scaled), norm
 
 

@@ -98,7 +98,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
         floating = False
     if not floating or (hasattr(dtype, "shape") and not isinstance(dtype, np.dtype)):
         raise ValueError(f"{name}={dtype!r} must be a floating-point dtype or None")
-    # The smallest normal number of float16 is 2^-14; that of float32 and bfloat16 is 2^-126.
+    # The smallest normal number is 2^-14 in float16, and 2^-126 in float32 and bfloat16.
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(
             f"{name}={dtype!r} must have the range of float32, because squares of small gradients "

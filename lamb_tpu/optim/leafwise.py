@@ -103,7 +103,7 @@ def transform(
         trust ratio, see `StepLeaf`. With `stages` it returns a list of these, one for each leaf, or
         a `Message`, see `StepLeaves`.
       stages: None for an optimizer without stages.
-      clip_global_norm: in a local stage, the norm is that of this device's gradient, as in
+      clip_global_norm: in a local stage, limits the norm of this device's gradient, as in
         DeepSpeed. `lamb_tpu.optim` describes all arguments that are not listed here.
       cautious: whether the step compares signs; if so, complex leaves are rejected.
 

@@ -108,7 +108,7 @@ class ParameterMetadata:
         if by_name and self.axes_by_name is not None:
             return self.axes_by_name or None
         # Without a rule, a leaf is a matrix if it has exactly two axes besides its layer axes.
-        # Their order is that of Flax: (inputs, outputs).
+        # Their order is Flax's: (inputs, outputs).
         sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
         return ((sides[0],), (sides[1],)) if len(sides) == 2 else None
 
