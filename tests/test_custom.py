@@ -306,8 +306,8 @@ UPDATES = {
     "tree": "update must return updates like the parameters: ",
     "shape": "has the shape (1, ",
     "whole": "update must return floating-point updates, not int32",
-    "grows": "given 1 arrays and returned 2, 'g1' is in one of them only",
-    "lists": "given 1 arrays and returned 2, '1' is in one of them only",
+    "grows": "(number of arrays before: 1, after: 2, only in one of them: 'g1')",
+    "lists": "(number of arrays before: 1, after: 2, only in one of them: '1')",
     "widens": "of its state, but changed 'count' from float32[] to float32[2]",
     "casts": "of its state, but changed 'count' from float32[] to bfloat16[]",
 }

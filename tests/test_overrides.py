@@ -207,7 +207,7 @@ def test_values_have_the_type_of_the_argument() -> None:
         ("optimizer.phi_bounds=(1, 2, 3)", "use a tuple of 2 numbers, such as .0.0, inf.$"),
         ("optimizer.phi_bounds=(1, 'a')", "phi_bounds=.*; use a tuple of 2 numbers"),
         ("optimizer.name=adan", "config.optimizer.name='adan' is unknown; use lamb, .*=adam"),
-        ("optimizer.preset=papr", "preset name='papr' is unknown; lamb has: paper, author"),
+        ("optimizer.preset=papr", "preset name='papr' is unknown; for lamb use one of paper"),
         (
             "model.hidden_sizes=(8, 8.5)",
             "hidden_sizes='.8, 8.5.' has the wrong type; use a tuple of whol",

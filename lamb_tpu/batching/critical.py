@@ -38,7 +38,7 @@ class Critical(NamedTuple):
 def excess(losses: Sequence[float], references: Sequence[float]) -> Excess:
     """Returns the relative excess of a batch's mean loss over the mean loss of the smallest batch.
 
-    The standard error is that of a ratio of means, with losses paired by seed: branches with the
+    The standard error is computed for a ratio of means, with losses paired by seed: branches with the
     same seed train on the same examples, so the effect of these examples on both losses cancels.
 
     >>> excess([2.5, 3.75], [2.0, 3.0])
@@ -91,7 +91,7 @@ def critical(batches: Sequence[int], excesses: Sequence[float], tolerance: float
     for batch in batches:
         check_whole("batch", batch, lowest=1)
     if not batches or any(a >= b for a, b in itertools.pairwise(batches)):
-        raise ValueError(f"batches={list(batches)} must be a list of strictly increasing sizes")
+        raise ValueError(f"batches={list(batches)} must be a non-empty, strictly increasing list")
     points = list(zip(batches, excesses, strict=True))
     if not points[0][1] <= tolerance:
         raise ValueError(f"excesses[0]={points[0][1]} must be at most the tolerance, {tolerance}")

@@ -1,7 +1,7 @@
 """Factors of the learning rate for a batch size that changes.
 
 If the batch size changes, the schedule is a function of the number of examples seen. But an
-optimizer counts updates, not examples. So the host evaluates the schedule, and passes the rate of
+optimizer counts updates, not examples. Therefore the host evaluates the schedule, and passes the rate of
 each update to the step, see `parallel.changing.ChangingStep`.
 """
 

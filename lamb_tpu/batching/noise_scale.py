@@ -12,7 +12,7 @@ The noise scale is :math:`\mathrm{tr}(\Sigma) / |G|^2`, in examples. The estimat
 noisy, and the ratio of two noisy numbers is biased, so both estimates are averaged over updates
 before the division.
 
-The best value of :math:`|g_b|^2` is the mean over all parts of a batch, which are its microbatches
+The best estimate of :math:`|g_b|^2` is the mean over all parts of a batch, which are its microbatches
 or the shares of its devices. To compute this mean, sum the squared norms of the parts' gradients, and
 the number of parts, over microbatches and devices.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from lamb_tpu.optim.checks import check_above_zero, is_number
 
-# The names of the metrics that have the two fields of an update's `Estimate`.
+# The names of the metrics that record the two fields of an update's `Estimate`.
 PAIR = "noise_scale/grad_sq", "noise_scale/trace"
 
 Value = Any  # a Python number, or a NumPy or JAX array of any shape, possibly traced

@@ -101,8 +101,8 @@ class Path:
         before = self.examples(step)
         if step < self.firsts[-1] or before >= self.total:
             raise ValueError(
-                f"the batch size of update {step} has already been decided, or the run of {self.total} "
-                "examples ends before this update"
+                f"the batch size of update {step} cannot change: it has already been decided, or the "
+                f"run of {self.total} examples ends before this update"
             )
         if batch == self.sizes[-1]:
             return self
@@ -142,7 +142,7 @@ def follow(rule: Rule, batch: int, total: int, most: int) -> Path:
     segments, examples, step = list[tuple[int, int]](), 0, 0
     while examples < total:
         if step == most:
-            raise ValueError(f"the run would have more than {most:,} updates")
+            raise ValueError(f"the run would have more than {most:,} updates; use larger batches")
         if rule.due(step):
             batch = rule.decide(min(batch, total - examples), {}, examples)
         if not segments or batch != segments[-1][1]:

@@ -33,7 +33,7 @@ LAWS = ("pooled", "parts")
 
 
 class VarianceSums(NamedTuple):
-    """Sums over the rows of a part; add those of all parts, or use `jax.lax.psum`.
+    """Sums over the rows of a part; add the sums of all parts, or use `jax.lax.psum`.
 
     g_i is a row, m the mean of the part, g the mean of all rows, and d the direction. All arrays
     are float32; vectors have one element, or with `per_tensor` one element for each leaf.

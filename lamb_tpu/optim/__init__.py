@@ -16,7 +16,7 @@
 These arguments mean the same in every optimizer that has them:
 
 - `learning_rate`: a number, or a schedule, a function of the number of completed updates.
-- `weight_decay`: a number or a schedule too; only applies to leaves that decay by the rules.
+- `weight_decay`: also a number or a schedule; applies only to leaves that decay by the rules.
 - `rules`: which leaves decay, which adapt and which axes stack layers, see `parameters.resolve`. By
   default every leaf decays and adapts.
 - `clip_global_norm`: the largest global l2 norm of all gradients. If their norm is larger, all

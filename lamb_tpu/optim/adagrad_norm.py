@@ -57,10 +57,10 @@ def adagrad_norm(
       initial_norm: :math:`b_0`, at least 0. The default is the square root of 0.01, the initial
         :math:`b^2` in the code of AdAdaGrad's authors. There, each row of a matrix has a separate
         :math:`b^2`.
-      per_layer: whether each layer has a separate :math:`b`, from the gradients of this layer.
+      per_layer: whether each layer has a separate :math:`b`, computed from the layer's gradients.
       weight_decay: :math:`\lambda`.
       axis_name: without `per_layer`, these mesh axes must not split the layers of a stack.
-      collect: the ratio is the factor of the gradient, :math:`1 / b_t`.
+      collect: the stored ratio is the factor of the gradient, :math:`1 / b_t`.
 
     References:
       Ward, Wu and Bottou, AdaGrad stepsizes: Sharp convergence over nonconvex landscapes,
@@ -135,7 +135,7 @@ def _of_the_model(
         norm = clipping.global_norm(grads, axis_name).astype(state.accumulator.dtype)
         total = state.accumulator + norm * norm
 
-        # The shape of `leaf_norm`: size 1 along all axes that do not stack layers.
+        # As in `leaf_norm`, the buffer has size 1 along all axes that do not stack layers.
         def broadcast(param: jax.Array, meta: ParameterMetadata) -> jax.Array:
             shape = enumerate(jnp.shape(param))
             return jnp.broadcast_to(total, [n if i in meta.layer_axes else 1 for i, n in shape])

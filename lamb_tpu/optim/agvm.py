@@ -74,8 +74,8 @@ def agvm(
       module_rules: one regular expression per module, over '/'-joined paths. A leaf belongs to the
         first module that matches its path; every leaf must belong to a module.
       interval: updates between two measurements; 5 in the authors' code.
-      start: the number of completed updates from which on the factors are measured and applied;
-        best after the warm-up; 500 in the authors' code.
+      start: the number of completed updates from which the factors are measured and applied, best
+        after the warm-up; 500 in the authors' code.
       stop: the number of completed updates before the last scaled update; None for no end.
       momentum: :math:`\alpha`, in [0, 1); 0.97 in the authors' code.
       bounds: :math:`l, u`, the bounds of the ratio under the root. With the defaults, factors are

@@ -163,8 +163,7 @@ class _Step(leafwise.Arguments):
             )
         side = projected_side(split.shape or grad.shape, metadata, self.rank)
         low = grad if side is None else self.projected(leaf, side)
-        # M_t, V_t and their quotient: for the projected gradient, or for the gradient itself
-        # (AdamW).
+        # M_t, V_t and their quotient, for the projected gradient or (AdamW) for the full gradient.
         mu, nu = leafwise.moments(leaf, low, mu, nu, self.b1, self.b2)
         direction = mu / (trust_ratio.root(nu) + self.eps)
         if side is not None:
@@ -205,10 +204,10 @@ class _Step(leafwise.Arguments):
         split: Split,
     ) -> jax.Array:
         others = tuple(axis for axis in range(low.ndim) if axis not in side)
-        # Every device has the full projected side; the other side may be split.
+        # In `low`, only the side that is not projected may be split.
         axes = split.names(tuple(axis for axis in others if axis not in metadata.layer_axes))
-        # With one factor per column, the norm only reduces over the projected side. Every device
-        # has this side in full, so no sum over mesh axes is needed.
+        # With one factor per column, the norm only reduces over the projected side, which every
+        # device has in full, so no sum over mesh axes is needed.
         if self.scaling == "channel":
             metadata, axes = ParameterMetadata(layer_axes=others), ()
         norm = trust_ratio.leaf_norm(low, metadata, axis_name=axes)
@@ -226,7 +225,7 @@ class _Step(leafwise.Arguments):
             growth = jnp.maximum(norm / (previous + 1e-8), self.growth_limit) / self.growth_limit
             growth = jnp.where(previous > 0.0, growth, 1.0)
             scaled, norm = scaled / growth, norm / growth
-        # The stored norm is that of U_t, after the limit.
+        # Store the norm of U_t, after the limit.
         return (scaled if self.scale_front else root * scaled), norm
 
 

@@ -119,7 +119,7 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Adafactor: stores the second moments of a matrix as one row and one column.
 
-    As by default in Optax, the decay of second moments at update t is 1 - t ** -0.8, and matrices
+    As in Optax by default, the decay of second moments at update t is 1 - t ** -0.8, and matrices
     with a side shorter than 128 have full second moments. As in Optax, the weight decay is not
     multiplied by the learning rate. Means are over full tensors, so stacks of layers (`layer_axes`)
     and leaves that are split inside `shard_map` are rejected. Under `jit` any sharding works.
@@ -173,7 +173,7 @@ def adafactor(
         text = "adafactor needs full tensors, so axis_name must be None for the parameter"
         return f"{text} {path!r}" if trust_ratio.axes_of(axis_name, path) else None
 
-    # Which leaves are stacks is known only when the rules are applied to parameters.
+    # Check in `init`, because the rules show which leaves are stacks only with the parameters.
     def init_fn(params: optax.Params) -> optax.OptState:
         reject_leaves(params, rules, stacked)
         return inner.init(params)

@@ -1,6 +1,6 @@
 """Transforms for `optax.chain`: weight decay and rate factors by rules, and float32 arithmetic.
 
-They can be combined with Optax's transforms, as in `baselines`.
+These transforms can be combined with Optax's, as in `baselines`.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """Runs `inner` on float32 copies of narrower leaves, so that its moments are float32.
 
     If `inner` is a chain, all values between its transforms are float32 too. Only the final updates
-    are rounded to the parameters' dtypes. The state is that of `inner`.
+    are rounded to the parameters' dtypes. The state is `inner`'s state.
     """
     checks.check_transform("inner", inner)
     inner = optax.with_extra_args_support(inner)
@@ -99,7 +99,7 @@ def under_rules(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `inner` in float32 and applies rate factors; `inner` must end with the learning rate.
 
-    The state is that of `inner`, so checkpoints from before rate factors existed still load.
+    The state is `inner`'s state, so checkpoints from before rate factors existed still load.
     """
     inner = optax.with_extra_args_support(inner)
 

@@ -18,7 +18,7 @@ _FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a real number or a scalar array, even if traced, but no bool."""
+    """Returns whether the value is a real number or a scalar array, even if traced, but not a bool."""
     # Tracers are `jax.Array`s: their shape and dtype are known, but not their value.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
@@ -82,7 +82,7 @@ def check_bounds(name: str, bounds: tuple[float, float]) -> None:
     pair = is_pair(bounds) and all(map(is_number, bounds))
     if not pair or not 0.0 <= bounds[0] <= bounds[1] or bounds[0] == math.inf:
         raise ValueError(
-            f"{name}={bounds!r} must be (lower, upper) with 0 <= lower <= upper and a finite lower"
+            f"{name}={bounds!r} must be (lower, upper) with 0 <= lower <= upper and lower < inf"
         )
 
 
@@ -98,7 +98,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
         floating = False
     if not floating or (hasattr(dtype, "shape") and not isinstance(dtype, np.dtype)):
         raise ValueError(f"{name}={dtype!r} must be a floating-point dtype or None")
-    # The smallest normal number of float16 is 2^-14; that of float32 and bfloat16 is 2^-126.
+    # The smallest normal number is 2^-14 in float16, and 2^-126 in float32 and bfloat16.
     if squares and dtype is not None and jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp:
         raise ValueError(
             f"{name}={dtype!r} must have the range of float32, because squares of small gradients "
@@ -116,14 +116,14 @@ def check_range(name: str, value: Any, upper: float = math.inf) -> None:
     if number and isinstance(value, jax.Array):
         if value.dtype.itemsize < 4:
             raise ValueError(
-                f"{name} is a {value.dtype} array and has lost digits; "
+                f"{name} is a {value.dtype} array, which is too imprecise; "
                 "pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
             )
         # A traced number has no value to compare.
         if isinstance(value, jax.core.Tracer):
             return
     if not number or not 0.0 <= value < upper:
-        limit = "" if upper == math.inf else f" and below {upper:g}"
+        limit = " and finite" if upper == math.inf else f" and below {upper:g}"
         raise ValueError(f"{name}={value!r} must be at least 0{limit}")
 
 
@@ -137,7 +137,7 @@ def check_above_zero(**values: float) -> None:
     """Raises ValueError for the first value that is not a finite number above 0."""
     for name, value in values.items():
         if not is_number(value) or not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r} must be above 0")
+            raise ValueError(f"{name}={value!r} must be above 0 and finite")
 
 
 def check_whole(name: str, value: Any, lowest: int = 0) -> None:
@@ -158,8 +158,8 @@ def check_static(**values: Any) -> None:
     """
     if any(isinstance(value, jax.Array) for value in values.values()):
         raise ValueError(
-            f"{', '.join(values)} must not be a JAX array; pass static_args={tuple(values)!r} to "
-            "optax.inject_hyperparams"
+            f"JAX arrays are not allowed for {', '.join(values)}; pass "
+            f"static_args={tuple(values)!r} to optax.inject_hyperparams"
         )
 
 
@@ -206,8 +206,8 @@ def check_moments(source: str, moments: Any, params: optax.Params) -> None:
         for v, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params), strict=True)
     ):
         raise ValueError(
-            f"{source} no second moment for each parameter; lamb, adam and adamw, for example, "
-            "have them in the field `nu` of their state"
+            f"{source} second moments that do not match the parameters; use an optimizer whose state "
+            "has the field `nu`, such as lamb, adam or adamw"
         )
 
 
@@ -237,8 +237,7 @@ def gradient_leaves(updates: optax.Updates, params: optax.Params) -> list[jax.Ar
     check_arrays("params", params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     try:
-        # Unlike `jax.tree.leaves` this keeps a None in place of a gradient, which is rejected
-        # below.
+        # Unlike `jax.tree.leaves`, `flatten_up_to` returns None as a leaf; the loop rejects it.
         grads = treedef.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(
@@ -251,13 +250,14 @@ def gradient_leaves(updates: optax.Updates, params: optax.Params) -> list[jax.Ar
         # Without this check JAX would silently broadcast the gradient or the parameter.
         if grad.shape != np.shape(param):
             raise ValueError(
-                f"updates[{where!r}] has the shape {grad.shape}, but its parameter has the shape "
+                f"updates[{where!r}] has the shape {grad.shape}, but must have its parameter's shape "
                 f"{np.shape(param)}"
             )
         # A cast to the parameter's dtype would drop the imaginary part.
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise ValueError(
-                f"updates[{where!r}] is {grad.dtype}, but its parameter is {jnp.result_type(param)}"
+                f"updates[{where!r}] is {grad.dtype}, but must be real like its parameter, which is "
+                f"{jnp.result_type(param)}"
             )
     return grads
 
@@ -281,10 +281,10 @@ def check_result(result: Any, params: optax.Params, state: Any) -> None:
     known, now = _leaves_by_path(state), _leaves_by_path(after)
     changed = [path for path in [*known, *now] if (path in known) != (path in now)]
     if changed or jax.tree.structure(state) != jax.tree.structure(after):
-        where = f", {changed[0]!r} is in one of them only" if changed else ""
+        where = f", only in one of them: {changed[0]!r}" if changed else ""
         raise ValueError(
-            "update must return a state with the structure of its argument: it was given "
-            f"{len(known)} arrays and returned {len(now)}{where}"
+            "update must not change the structure of its state (number of arrays before: "
+            f"{len(known)}, after: {len(now)}{where})"
         )
     for path, leaf in known.items():
         before, later = _described(leaf), _described(now[path])
@@ -310,6 +310,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Returns the value's `repr`, at most 200 characters of it."""
+    """Returns the value's `repr`, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

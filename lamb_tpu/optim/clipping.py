@@ -80,4 +80,4 @@ def check_max_norm(max_norm: Any, name: str = "clip_global_norm") -> None:
     if isinstance(max_norm, jax.core.Tracer):
         return
     if not checks.is_number(max_norm) or not 0 < max_norm <= math.inf:
-        raise ValueError(f"{name}={max_norm!r} must be above 0, or None for no clipping")
+        raise ValueError(f"{name}={max_norm!r} must be above 0; leave it out for no clipping")

@@ -30,7 +30,7 @@ def second_moments(opt_state: optax.OptState) -> Any:
 def read(opt_state: optax.OptState) -> dict[str, dict[str, np.ndarray]]:
     """Reads trust ratios, update norms and weight norms from any optimizer's state.
 
-    The state may be that of a chain, `optax.partition`, `optax.MultiSteps` or a similar transform
+    The state may belong to a chain, `optax.partition`, `optax.MultiSteps` or a similar transform
     that contains the optimizer. If several transforms collect, the result has the values of all of
     them.
 

@@ -53,8 +53,8 @@ def scale_by_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     r"""LAMB's direction, :math:`\hat m_t / (\sqrt{\hat v_t + \epsilon_r} + \epsilon)`.
 
-    This is Adam's direction. In a chain with weight decay, the trust ratio and the learning rate it
-    is LAMB. The following chain equals `lamb` bit for bit, also with any other argument that both
+    This is Adam's direction. LAMB is a chain of this direction, weight decay, the trust ratio and
+    the learning rate. The following chain equals `lamb` bit for bit, also with any other argument that both
     `scale_by_lamb` and `lamb` have:
 
     >>> import jax.numpy as jnp
@@ -103,8 +103,8 @@ def scale_by_lars(
 ) -> optax.GradientTransformationExtraArgs:
     r"""LARS's momentum, :math:`b_t = \mu b_{t-1} + (1 - d) u_t`, of incoming updates :math:`u`.
 
-    This is the momentum of SGD. In a chain with weight decay, the trust ratio and the learning rate
-    it is LARS. The order of the transforms after the decay selects the form of LARS:
+    This is the momentum of SGD. LARS is a chain of this momentum, weight decay, the trust ratio and
+    the learning rate. The order of the transforms after the decay selects the form of LARS:
 
     - ratio, rate, momentum: `lars` with `denominator='decayed', accumulate='steps'`;
     - ratio, momentum, rate: `denominator='decayed', accumulate='adapted'`;
@@ -194,7 +194,7 @@ class AdamDirection(leafwise.Arguments):
         return 1 - self.b1 if self.grad_averaging else 1
 
     def _shares(self, leaf: Leaf, base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
-        """Returns the factors of a moment and of its newest term in an estimate.
+        """Returns the factors of a moment and of its newest term in the estimate of the moment.
 
         Without Nesterov's form (`ahead` is False), the estimate has no separate newest term, and the
         second factor is None.

@@ -21,7 +21,7 @@ _FORMAT = re.compile(
     r"\s*([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?)\s+([a-z]+)\s*"
 )
 _LONGEST = 10**18  # in any unit; after a conversion to another unit it still fits into a float
-_EXPECTED = f"one number and one of {', '.join(UNITS)}, as in '30 epochs' or '1_000 steps'"
+_EXPECTED = f"one number and one unit ({', '.join(UNITS)}), as in '30 epochs' or '1_000 steps'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Duration:
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or self.unit not in UNITS:
-            raise ValueError(f"unit={self.unit!r} is unknown; known: {', '.join(UNITS)}")
+            raise ValueError(f"unit={self.unit!r} is unknown; use one of {', '.join(UNITS)}")
         if not is_number(self.value) or not 0 <= self.value < math.inf:
             raise ValueError(f"value={self.value!r} {self.unit} must be a number of at least 0")
         if self.value > _LONGEST:
@@ -97,7 +97,7 @@ class Duration:
 
     def _need(self, name: str, value: float | None) -> Fraction:
         if value is None or not is_number(value) or not 0 < value < math.inf:
-            raise ValueError(f"'{self}' needs a number above 0 for {name}, not {value!r}")
+            raise ValueError(f"'{self}' needs a finite number above 0 for {name}, not {value!r}")
         return Fraction(value) if isinstance(value, (int, Fraction)) else Fraction(float(value))
 
 

@@ -100,14 +100,16 @@ def make_optimizer(
         arguments = presets.preset(name, preset) | arguments
     build = name if callable(name) else OPTIMIZERS[name]
     known = {key: value for key, value in _parameters(build).items() if key != "learning_rate"}
-    # If the optimizer's function has an argument of this name, pass the value to it. Otherwise
-    # remove the value from the arguments; another transform wraps the optimizer below.
+    # Common arguments that the optimizer's function takes stay in `arguments`. The others are removed,
+    # and further transforms implement them below.
     common = {
         key: arguments.get(key) if key in known else arguments.pop(key, None) for key in _COMMON
     }
     for key in arguments:
         if key not in known:
-            raise ValueError(f"{_title(name)} has no argument {key!r}; known: {', '.join(every)}")
+            raise ValueError(
+                f"{_title(name)} has no argument {key!r}; use one of {', '.join(every)}"
+            )
     tx = _built(name, build(learning_rate=learning_rate, **arguments), known, common)
     if params is not None:
         parameters.resolve(params, arguments.get("rules", parameters.DEFAULT_RULES))
@@ -123,7 +125,7 @@ def make_optimizer(
         if params is not None:
             parameters.resolve(params, rules)
     elif rules is not None:
-        raise ValueError(f"l2_rules={rules!r} has no effect without l2; set l2 or leave it out")
+        raise ValueError(f"l2_rules={rules!r} has no effect without l2; set l2 or omit l2_rules")
     if common["agvm"] is not None:
         b2 = arguments.get("b2", known["b2"].default) if "b2" in known else None
         tx = _under_agvm(tx, common["agvm"], b2, common["axis_name"], params)
@@ -139,12 +141,11 @@ def _built(
             if key not in known and common[key] not in (None, False):
                 raise ValueError(
                     f"{key}={common[key]!r} would wrap {_title(name)}, which sums over devices "
-                    "itself and must be outermost; leave it out"
+                    "itself and must be the outermost transform; leave out this argument"
                 )
     if callable(name):
         checks.check_transform(f"{_title(name)}()", tx)
-        # The wrappers pass extra arguments, and the `update` of a custom transform may not take
-        # any.
+        # The wrappers pass extra arguments, which the `update` of a custom transform might reject.
         tx = optax.with_extra_args_support(tx)
     return tx
 
@@ -184,7 +185,7 @@ def _under_agvm(
     known = ("modules", "anchor", "second_moment", *_AGVM)
     for key in given:
         if key not in known:
-            raise ValueError(f"agvm.{key} is unknown; agvm has: {', '.join(known)}")
+            raise ValueError(f"agvm.{key} is unknown; use one of {', '.join(known)}")
     pairs = given.pop("modules", ())
     modules.check_pairs("agvm.modules", pairs)
     names, patterns = [name for name, _ in pairs], [pattern for _, pattern in pairs]
@@ -201,8 +202,8 @@ def _under_agvm(
     if preconditions:
         if b2 is None:
             raise ValueError(
-                "agvm.second_moment=True must be False, because the optimizer has no argument b2, "
-                "the decay of second moments"
+                "agvm.second_moment=True needs an optimizer with the argument b2, the decay of "
+                "second moments; use False"
             )
         given |= {"second_moment": diagnostics.second_moments, "b2": b2}
     try:
@@ -217,8 +218,7 @@ def _under_agvm(
 def custom_arguments(name: Any) -> dict[str, inspect.Parameter]:
     """Returns the arguments of an optimizer, given by name or as a function.
 
-    The arguments in the signature of the function, except the learning rate, come first, and then
-    those that every optimizer has.
+    Arguments in the function's signature, except the learning rate, precede the common arguments.
 
     >>> custom_arguments("sgd")["weight_decay"].default
     0.0
@@ -226,10 +226,10 @@ def custom_arguments(name: Any) -> dict[str, inspect.Parameter]:
     ['clip_global_norm', 'axis_name', 'l2', 'l2_rules', 'agvm', 'stochastic_rounding', 'preset']
     """
     if not callable(name) and (not isinstance(name, str) or name not in OPTIMIZERS):
-        raise ValueError(f"name={name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"name={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
     specific = _parameters(name if callable(name) else OPTIMIZERS[name])
     if "learning_rate" not in specific:
-        raise ValueError(f"{_title(name)} has no argument 'learning_rate'; add one to the function")
+        raise ValueError(f"{_title(name)} has no argument 'learning_rate'; add it to the function")
     del specific["learning_rate"]
     return specific | {key: value for key, value in _COMMON.items() if key not in specific}
 

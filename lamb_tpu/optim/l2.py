@@ -17,7 +17,7 @@ def add_l2(
 
     This reproduces code that adds this term to its loss, such as tensorflow/tpu's EfficientNet with
     LARS; there, the term is part of every gradient norm that the optimizer computes. The state is
-    that of `inner`.
+    `inner`'s state.
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim

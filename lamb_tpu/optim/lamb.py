@@ -101,7 +101,7 @@ def lamb(
           later versions correct the moments. The ratio does not cancel this factor: with the default
           betas it multiplies the length of the first 20 steps by 0.15 to 0.32.
 
-      decay: where the weight decay is added, one of
+      decay: where the weight decay is added; one of
 
         - 'direction': as above.
         - 'decoupled': the weights are first shrunk to :math:`(1 - \eta \lambda) w`. The ratio is
@@ -159,7 +159,7 @@ class _Step(leafwise.Arguments):
         mu, nu = self.adam.moments(leaf, mu, nu)
         undecayed = self.adam.direction(leaf, mu, nu)
 
-        # Returns u_t of Algorithm 2. It is a function because it is called twice below.
+        # This function returns u_t of Algorithm 2 and is called twice below.
         def direction(mu: jax.Array, nu: jax.Array) -> jax.Array:
             value = undecayed(mu, nu)
             return value + decayed if decays == "direction" else value

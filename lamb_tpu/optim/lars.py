@@ -131,7 +131,7 @@ def lars(
     if denominator == "momentum" and accumulate != "gradients":
         raise ValueError(
             f"accumulate={accumulate!r} must be 'gradients' with denominator='momentum', because "
-            "the ratio is only known after the momentum"
+            "the ratio depends on the momentum"
         )
     for name, flag in (("l2_in_loss", l2_in_loss), ("skip_zero", skip_zero)):
         if flag and denominator != "gradient":

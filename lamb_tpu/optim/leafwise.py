@@ -1,7 +1,7 @@
 """Builds the optimizers of this package from functions of one leaf.
 
-An optimizer consists of two functions of one leaf. One returns the leaf's initial buffers, the
-other returns its step in float32. This module clips by the global norm, assigns metadata and the
+An optimizer consists of two functions of one leaf. One returns the leaf's initial buffers, and the
+other returns the leaf's step in float32. This module clips by the global norm, assigns metadata and the
 learning rate to each leaf, widens narrow dtypes and narrows the update again, counts updates and
 can collect norms. If an optimizer has stages, see `staged`, its step is a function of all leaves.
 
@@ -29,7 +29,7 @@ from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics, MeshAxes
 
 
 class Leaf(NamedTuple):
-    """Input of the step for one leaf, in float32 (float64 for float64 leaves).
+    """The input of the step for one leaf, in float32 (float64 for float64 leaves).
 
     If the leaf is complex, its gradient and weights are complex. All other arrays are always real.
     """
@@ -58,7 +58,7 @@ StepLeaf = Callable[..., Step]  # (leaf, *buffers) -> step
 
 
 class Message(NamedTuple):
-    """Message that this device sends in place of its gradient."""
+    """The message that this device sends in place of its gradient."""
 
     values: list[jax.Array]  # one array per leaf
     apply: Callable[[list[jax.Array]], list[Step]]  # (means of the arrays over devices) -> steps
@@ -91,9 +91,9 @@ def transform(
     With `stages`, the signature is `update(grads, state, params, *, stage, num_devices=1)`.
     `update` assumes one device, so nothing is compressed in a stage that sends a message. With
     several devices, call `message` and then the function that `message` returns. In a local stage
-    `grads` are this device's share of the gradient. With `stage=None` the count selects one of the
-    stages with gradients that are summed before the update. If `stage` is not given, the count
-    selects one of all stages.
+    `grads` are this device's share of the gradient. With `stage=None` the count selects among
+    the stages whose gradients are summed before the update. Without the argument `stage` the count
+    selects among all stages.
 
     Args:
       state_type: a NamedTuple with the field `count`, one field per buffer in the order of
@@ -103,7 +103,7 @@ def transform(
         trust ratio, see `StepLeaf`. With `stages` it returns a list of these, one for each leaf, or
         a `Message`, see `StepLeaves`.
       stages: None for an optimizer without stages.
-      clip_global_norm: in a local stage, the norm is that of this device's gradient, as in
+      clip_global_norm: in a local stage, limits the norm of this device's gradient, as in
         DeepSpeed. `lamb_tpu.optim` describes all arguments that are not listed here.
       cautious: whether the step compares signs; if so, complex leaves are rejected.
 
@@ -208,7 +208,7 @@ class _Walk(Arguments):
             buffers = [treedef.flatten_up_to(x) for x in state[1 : 1 + self._num_buffers]]
         except ValueError as error:
             raise ValueError(
-                f"state must be the state for these params, not for other parameters: {error}"
+                f"state must come from init with params of the same structure: {error}"
             ) from None
         return grads, list(zip(*buffers, strict=True)) if buffers else [()] * len(grads)
 
@@ -245,7 +245,7 @@ class _Walk(Arguments):
     ) -> Iterator[Leaf]:
         """Yields the input of each leaf's step.
 
-        If `shares` is not None, `grads` are the share of one of `shares` devices.
+        If `shares` is not None, it is the number of devices, and `grads` are the share of one device.
         """
         if shares is not None:
             grads = [
@@ -313,7 +313,7 @@ class _Walk(Arguments):
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of an optimizer's arguments that `transform` takes."""
+    """Returns the subset of an optimizer's arguments that `transform` takes."""
     keys = ("learning_rate", "rules", "clip_global_norm", "axis_name", "collect", "cautious")
     return {key: given[key] for key in keys if key in given}
 
@@ -331,7 +331,7 @@ def decay_of(leaf: Leaf, weight_decay: optax.ScalarOrSchedule) -> jax.Array:
 def decay_at(
     weight_decay: optax.ScalarOrSchedule, metadata: ParameterMetadata, completed: Any, dtype: Any
 ) -> jax.Array:
-    """Returns what `decay_of` returns, for code that has no `Leaf`."""
+    """Returns a leaf's weight decay at an update, for callers without a `Leaf`."""
     decay = jnp.asarray(value_at(weight_decay, completed), dtype)
     return decay if metadata.decay_factor == 1.0 else decay * metadata.decay_factor
 

@@ -49,7 +49,7 @@ class Leaf(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each buffer by name; of several buffers with one name, the first shape."""
+        """The shape of each buffer by name; the first buffer's shape if several share a name."""
         return {buffer.name: buffer.shape for buffer in reversed(self.buffers)}
 
 
@@ -186,7 +186,7 @@ def report(
     for path, array in jax.tree_util.tree_leaves_with_path(opt_state):
         owner = sharding.owner_of(path, buffers_by_path)
         # A parameter that is not in a container has the empty path. Every path ends in the empty
-        # path, even that of a count, which is no buffer.
+        # path, even the path of a count, which is not a buffer.
         if owner is not None and (owner or np.shape(array)):
             name = _name(path[: len(path) - len(owner)])
             buffers_by_path[owner].append(Buffer(name, np.shape(array), np.dtype(array.dtype)))

@@ -63,7 +63,7 @@ _OUTPUTS_LAST = re.compile(r"(^|/)(kernel|w)$")
 def axes_of(path: str, num_axes: int, layer_axes: tuple[int, ...]) -> MatrixAxes | tuple[()]:
     """Returns the axes of rows (inputs) and of columns (outputs); () if the leaf is not a matrix.
 
-    The path must not be that of a bias or of a norm's scale.
+    The path must not belong to a bias or to a norm's scale.
     """
     axes = [axis for axis in range(num_axes) if axis not in layer_axes]
     name = path.removesuffix("/value")  # paths in NNX may end in '/value'

@@ -22,7 +22,7 @@ ONE = ("",)  # a single module, which has all leaves
 class Products(NamedTuple):
     """Inner products of two gradients a and b for each module, float32 (num_modules,).
 
-    The products of a leaf are the sums of the products of its shards.
+    The product of a sharded leaf is the sum of the products of its shards.
     """
 
     ab: jax.Array  # <a, b>
@@ -34,7 +34,7 @@ class Products(NamedTuple):
 def check(name: str, modules: Sequence[str]) -> None:
     """Raises ValueError unless `modules` is a list of distinct regular expressions, at least one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence) or not modules:
-        raise ValueError(f"{name}={modules!r} must be a list of regular expressions over paths")
+        raise ValueError(f"{name}={modules!r} must be a non-empty list of regular expressions")
     for pattern in modules:
         try:
             re.compile(pattern)
@@ -85,8 +85,8 @@ def assign(params: optax.Params, modules: Sequence[str]) -> list[int]:
     for index, pattern in enumerate(modules):
         if indices and index not in indices:
             raise ValueError(
-                f"the module {pattern!r} has no parameters: earlier modules match all of them, or "
-                f"none match; the paths are {', '.join(parameters.leaf_paths(params)[:8])}"
+                f"the module {pattern!r} has no parameters, because it matches none, or because earlier "
+                f"modules match them first; the paths are {', '.join(parameters.leaf_paths(params)[:8])}"
             )
     return indices
 
@@ -131,8 +131,8 @@ def one_minus_cosine(sums: Products) -> jax.Array:
     a, b = jnp.sqrt(sums.aa), jnp.sqrt(sums.bb)
     norms = jnp.where(a * b > 0, a * b, 1.0)
     value = 1.0 - sums.ab / norms
-    # |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cosine). Solved for 1 - cosine, this only loses
-    # digits if the norms differ much; then use the plain formula.
+    # |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cosine). Solved for 1 - cosine, this formula only
+    # loses digits if the norms differ much; in that case use the plain formula.
     accurate = (sums.difference - jnp.square(a - b)) / (2.0 * norms)
     similar = (a < 2.0 * b) & (b < 2.0 * a)
     return jnp.where(a * b > 0, jnp.where(similar, accurate, value), 1.0)

@@ -114,7 +114,7 @@ def _check_unsplit(params: optax.Params, rules: Rules, axis_name: AxisName) -> N
         if sides and trust_ratio.axes_of(axis_name, path):
             return f"muon needs full matrices; axis_name must be None for {path!r}"
         if any(jax.typeof(leaf).sharding.spec[axis] for side in sides for axis in side):
-            return f"muon needs full matrices on an Explicit mesh, but {path!r} is split"
+            return f"muon needs full matrices on an Explicit mesh; replicate {path!r}"
         return None
 
     reject_leaves(params, rules, problem)

@@ -93,7 +93,7 @@ def novograd(
       learning_rate: :math:`\eta`. `lamb_tpu.optim` describes all arguments that are not listed
         here.
       b1: :math:`\beta_1`, in [0, 1). The defaults of b1, b2 and eps are the authors' values.
-      b2: :math:`\beta_2`, in [0, 1). With 0, only the norm of the newest gradient counts.
+      b2: :math:`\beta_2`, in [0, 1). With 0, only the newest gradient's norm matters.
       eps: :math:`\epsilon`, outside the root. The authors' code has an eps inside, see `eps_root`.
       weight_decay: :math:`\lambda`.
       grad_averaging: 'none', as above; 'all' multiplies each summand of the momentum, including the
@@ -197,14 +197,14 @@ class _Step(leafwise.Arguments):
         if self.norm == "l2":
             newest = newest * newest
         average = self.b2 * leafwise.widen(nu) + (1 - self.b2) * newest
-        # nu is 0 as long as all gradients of the layer have been 0.
+        # nu stays 0 until the layer has a nonzero gradient.
         return (average if self.init_zero else jnp.where(nu == 0, newest, average)).astype(nu.dtype)
 
     def factor(self, nu: jax.Array, leaf: Leaf) -> jax.Array:
         """Returns the factor of each layer's gradient: 1 until the layer's first nonzero gradient."""
         nu = leafwise.widen(nu)
-        # With 'l2', nu is the average of squared norms. With 'linf' it is that of norms, and must
-        # be squared before eps_root is added; hypot does this without overflow.
+        # With 'l2', nu is the average of squared norms. With 'linf', nu is the average of norms and
+        # must be squared before eps_root is added; hypot does this without overflow.
         if self.norm == "l2":
             root = trust_ratio.root(nu + self.eps_root)
         else:

@@ -119,7 +119,7 @@ class OneBit(leafwise.Arguments):
     def masked(self, leaf: Leaf, values: jax.Array, nu: jax.Array) -> jax.Array:
         """Sets exchanged values of masked elements to 0, because one bit cannot represent 0.
 
-        Masked are the elements in `masked_rows` and, with `mask_unseen`, all elements with a second
+        The masked elements are those in `masked_rows` and, with `mask_unseen`, those with a second
         moment of 0. Rows are counted along the first axis that does not stack layers.
         """
         if self.mask_unseen:
@@ -130,8 +130,8 @@ class OneBit(leafwise.Arguments):
             axes = [axis for axis in range(values.ndim) if axis not in leaf.metadata.layer_axes]
             if not axes or values.shape[axes[0]] < last:
                 raise ValueError(
-                    f"masked_rows={(first, last)} are not rows of the parameter {leaf.path!r}, "
-                    f"which has the shape {values.shape}"
+                    f"masked_rows={(first, last)} must be a range of rows of the parameter "
+                    f"{leaf.path!r}, which has the shape {values.shape}"
                 )
             row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axes[0])
             values = jnp.where((row < first) | (row >= last), values, 0.0)

@@ -82,7 +82,7 @@ class ParameterMetadata:
             checks.check_flag(name, getattr(self, name))
         axes = self.layer_axes
         if not _are_axes(axes):
-            raise ValueError(f"layer_axes={axes!r} must be distinct axes counted from 0")
+            raise ValueError(f"layer_axes={axes!r} must be a list of distinct axes, counted from 0")
         # A frozen dataclass forbids plain assignment. Sort, because `resolve` takes the last axis
         # as the largest.
         object.__setattr__(self, "layer_axes", tuple(sorted(axes)))
@@ -90,15 +90,15 @@ class ParameterMetadata:
             object.__setattr__(self, "matrix_axes", _matrix_axes(self.matrix_axes, axes))
         for name in ("rate_factor", "decay_factor"):
             value = getattr(self, name)
-            # A bool is an int in Python, but True as a factor is certainly an error of the user.
+            # A bool is an int in Python, but a factor of True is certainly a user error.
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0.0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
             object.__setattr__(self, name, float(value))
         if not self.decay and self.decay_factor != 1.0:
             raise ValueError(
-                f"decay_factor={self.decay_factor!r} has no effect with decay=False; give only one "
-                "of them"
+                f"decay_factor={self.decay_factor!r} has no effect with decay=False; leave out "
+                "one of the two"
             )
 
     def matrix(self, num_axes: int, by_name: bool = True) -> MatrixAxes | None:
@@ -107,8 +107,8 @@ class ParameterMetadata:
             return self.matrix_axes or None
         if by_name and self.axes_by_name is not None:
             return self.axes_by_name or None
-        # If no rule decides, a leaf is a matrix if it has exactly two axes besides its layer axes.
-        # Their order is that of Flax: (inputs, outputs).
+        # Without a rule, a leaf is a matrix if it has exactly two axes besides its layer axes.
+        # Their order is Flax's: (inputs, outputs).
         sides = [axis for axis in range(num_axes) if axis not in self.layer_axes]
         return ((sides[0],), (sides[1],)) if len(sides) == 2 else None
 
@@ -164,7 +164,7 @@ _NORMS = rf"{_NORM}|{_OF_NORMS}"
 RULES: dict[str, tuple[tuple[str, ParameterMetadata], ...]] = {
     # LAMB's Algorithm 2 and LARS as printed: every tensor decays and adapts.
     "all": (("", ParameterMetadata()),),
-    # What working recipes for BERT and ResNet do: biases and norms neither decay nor adapt.
+    # As in working recipes for BERT and ResNet, biases and norms neither decay nor adapt.
     "no_bias_no_norm": _without(_LEAVES),
     # NVIDIA's BERT in TensorFlow: biases and norms do not decay, but every tensor adapts.
     "no_bias_no_norm_decay": _without(_LEAVES, adapt=True),
@@ -216,15 +216,15 @@ def resolve(params: optax.Params, rules: Rules) -> PyTree:
         num_axes = np.ndim(leaf)
         if match.layer_axes and match.layer_axes[-1] >= num_axes:
             raise ValueError(
-                f"layer_axes={match.layer_axes} do not exist in the parameter {path!r}, "
-                f"which has {num_axes} axes"
+                f"layer_axes={match.layer_axes} must be axes of the parameter {path!r}; its "
+                f"number of axes is {num_axes}"
             )
         if match.matrix_axes:
             named = {*match.layer_axes, *match.matrix_axes[0], *match.matrix_axes[1]}
             if named != set(range(num_axes)):
                 raise ValueError(
-                    f"matrix_axes={match.matrix_axes} and layer_axes={match.layer_axes} are not "
-                    f"all axes of the parameter {path!r}, which has {num_axes}"
+                    f"matrix_axes={match.matrix_axes} and layer_axes={match.layer_axes} must "
+                    f"together be all axes of the parameter {path!r}; its number of axes is {num_axes}"
                 )
         metadata.append(_named(match, path, num_axes))
     if paths and not isinstance(rules, str):
@@ -242,7 +242,7 @@ def resolve(params: optax.Params, rules: Rules) -> PyTree:
     return jax.tree.unflatten(treedef, metadata)
 
 
-@functools.lru_cache(maxsize=4096)  # it is called for every leaf whenever an update is traced
+@functools.lru_cache(maxsize=4096)  # called for every leaf whenever an update is traced
 def _named(metadata: ParameterMetadata, path: str, num_axes: int) -> ParameterMetadata:
     """Returns the metadata with `axes_by_name` set."""
     if metadata.matrix_axes is not None:
@@ -284,7 +284,7 @@ def _idle_rules(regexes: list[re.Pattern], paths: list[str]) -> Iterator[str]:
             taker = takers[first]
             assert taker is not None  # this rule matches the path, so the path has a first match
             yield (
-                f"the rule {regex.pattern!r} decides nothing: earlier rules match all of its "
+                f"the rule {regex.pattern!r} has no effect: earlier rules match all of its "
                 f"leaves; for example, {regexes[taker].pattern!r} matches {paths[first]!r}"
             )
 
@@ -423,10 +423,10 @@ def _matrix_text(axes: MatrixAxes | tuple[()] | None) -> str:
 
 
 def check_rules(rules: Rules) -> list[tuple[re.Pattern, ParameterMetadata]]:
-    """Returns the compiled rules; raises ValueError for an invalid or repeated one."""
+    """Returns the compiled rules; raises ValueError if a rule is invalid or repeated."""
     if isinstance(rules, str):
         if rules not in RULES:
-            raise ValueError(f"rules={rules!r} is unknown; known: {', '.join(RULES)}")
+            raise ValueError(f"rules={rules!r} is unknown; use one of {', '.join(RULES)}")
         rules = RULES[rules]
     if isinstance(rules, Mapping) or not isinstance(rules, Sequence):
         raise ValueError(
@@ -459,11 +459,11 @@ def _compile_rule(rule: Any) -> tuple[re.Pattern, ParameterMetadata]:
         metadata = dict(metadata)
     except (TypeError, ValueError):
         raise ValueError(
-            f"the rule {pattern!r} has {metadata!r}, which must be a mapping of {', '.join(known)}"
+            f"the rule {pattern!r} has the metadata {metadata!r}; use a mapping of {', '.join(known)}"
         ) from None
     for name in metadata:
         if name not in known:
             raise ValueError(
-                f"the rule {pattern!r} has the unknown field {name!r}; known: {', '.join(known)}"
+                f"the rule {pattern!r} has the unknown field {name!r}; use one of {', '.join(known)}"
             )
     return regex, ParameterMetadata(**metadata)

@@ -29,14 +29,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lamb": {
         # Algorithm 2 of arXiv:1904.00962 in the ICLR version. optax.lamb, AlgoPerf's Lamb and the
-        # LAMB of MLPerf's BERT in TensorFlow compute the same with other defaults.
+        # LAMB of MLPerf's BERT in TensorFlow are the same algorithm with other defaults.
         "paper": _LAMB,
         # The authors' experiments: no bias correction, as in Google's ALBERT, and clipped
         # gradients. The parameters of norms, and in some experiments biases, neither decay nor
         # adapt.
         "author": _LAMB | {"bias_correction": "none", "clip_global_norm": 1.0},
-        # tensorflow_addons.optimizers.LAMB. There an empty list of exclusions from adaptation means
-        # the list of exclusions from decay.
+        # tensorflow_addons.optimizers.LAMB. If its list of exclusions from adaptation is empty, it
+        # uses the list of exclusions from decay instead.
         "tfa": _LAMB | {"weight_decay": 0.0},
         # apex.optimizers.FusedLAMB with use_nvlamb=True: every tensor adapts.
         "nvlamb": _LAMB | {"clip_global_norm": 1.0},
@@ -137,10 +137,10 @@ def preset(optimizer: str, name: str) -> dict[str, Any]:
     """
     if not isinstance(optimizer, str) or optimizer not in PRESETS:
         raise ValueError(
-            f"optimizer={optimizer!r} has no presets, only {', '.join(PRESETS)} do; use preset='' "
+            f"optimizer={optimizer!r} has no presets, unlike {', '.join(PRESETS)}; use preset='' "
             f"instead of preset={name!r}"
         )
     if not isinstance(name, str) or name not in PRESETS[optimizer]:
         known = ", ".join(PRESETS[optimizer])
-        raise ValueError(f"preset name={name!r} is unknown; {optimizer} has: {known}")
+        raise ValueError(f"preset name={name!r} is unknown; for {optimizer} use one of {known}")
     return dict(PRESETS[optimizer][name])

@@ -22,9 +22,9 @@ def hush_libtpu() -> None:
     """Silences libtpu on a machine without a TPU; call it after `import jax`, before JAX is used.
 
     JAX starts every installed backend. If libtpu is only installed as a compiler, for planning, it
-    prints lines about a missing TPU when it starts. This function arranges that environment
-    variables silence libtpu. They are set only while libtpu starts, so neither the caller nor its
-    child processes see them. On a machine with a TPU the function does nothing.
+    prints lines about a missing TPU when it starts. This function sets environment
+    variables that silence libtpu, but only while libtpu starts, so neither the caller nor its child
+    processes see them. On a machine with a TPU the function does nothing.
     """
     # JAX's table of backends is private. If a later JAX lacks it, libtpu prints its lines.
     backends = getattr(sys.modules.get("jax._src.xla_bridge"), "_backend_factories", {})

@@ -63,8 +63,8 @@ def refined_schedule(
         raise ValueError(f"gradient_norms={short(gradient_norms)} must be numbers") from None
     if norms.ndim != 1 or norms.size < 2:
         raise ValueError(
-            f"gradient_norms={short(gradient_norms)} must be a list of at least 2 numbers, not of "
-            f"the shape {norms.shape}"
+            f"gradient_norms={short(gradient_norms)} must be a list of at least 2 numbers, not an "
+            f"array of the shape {norms.shape}"
         )
     bad = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
     if bad.size:
@@ -80,7 +80,7 @@ def refined_schedule(
     norms = _median_filter(norms, 2 * (int(smoothing * norms.size) // 2) + 1)
     weights = (norms / np.min(norms)) ** NORM_POWERS[norm]  # dividing by min avoids overflow
     remaining = np.cumsum(weights[::-1])[::-1]  # the sum of this weight and all later ones
-    # The formula of the docstring up to a constant factor. No sample follows the last one, hence 0.
+    # The docstring's formula, up to a constant factor. The last rate is 0: no sample follows it.
     rates = weights * np.append(remaining[1:], 0.0)
     rates *= peak / rates.max()
     # The first update uses the first rate and the last update the last rate.

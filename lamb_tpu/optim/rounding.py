@@ -77,7 +77,7 @@ def stochastic_rounding(
             dtype = jnp.result_type(leaf)
             if dtype.itemsize < 4 and dtype != jnp.bfloat16:
                 raise ValueError(
-                    f"stochastic_rounding needs bfloat16, but the parameter {path!r} is {dtype}"
+                    f"the parameter {path!r} is {dtype}, but must be bfloat16, float32 or float64"
                 )
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(leafwise.widen(params)))
 

@@ -52,7 +52,7 @@ def scale_learning_rate(
       ValueError: the rule is unknown, the rate is negative, or a batch size is not positive.
     """
     if not isinstance(rule, str) or rule not in SCALING_RULES:
-        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(SCALING_RULES)}")
+        raise ValueError(f"rule={rule!r} is unknown; use one of {', '.join(SCALING_RULES)}")
     check_range("base_learning_rate", base_learning_rate)
     return base_learning_rate * SCALING_RULES[rule](_batch_ratio(base_batch_size, batch_size))
 
@@ -79,8 +79,8 @@ def random_matrix_rule(optimizer: str) -> str:
     """
     if not isinstance(optimizer, str) or optimizer not in RANDOM_MATRIX_RULES:
         raise ValueError(
-            f"optimizer={optimizer!r} has no random-matrix rule, only "
-            f"{', '.join(RANDOM_MATRIX_RULES)} do; choose the rule 'linear' or 'sqrt' yourself"
+            f"optimizer={optimizer!r} has no random-matrix rule, unlike "
+            f"{', '.join(RANDOM_MATRIX_RULES)}; choose the rule 'linear' or 'sqrt' yourself"
         )
     return RANDOM_MATRIX_RULES[optimizer]
 

@@ -109,7 +109,7 @@ def warmup(
     """
     if not callable(decay) and not (isinstance(decay, str) and decay in DECAYS):
         raise ValueError(
-            f"decay={decay!r} is unknown; known: {', '.join(DECAYS)}, or a function such as "
+            f"decay={decay!r} is unknown; use one of {', '.join(DECAYS)}, or a function such as "
             "exponential_decay(...)"
         )
     if not isinstance(decay_from, str) or decay_from not in ("warmup", "zero"):
@@ -158,7 +158,7 @@ def _check_lengths(warmup_steps: float, hold_steps: float, total_steps: float) -
         )
     if hold_steps and warmup_steps + hold_steps > total_steps:
         raise ValueError(
-            f"hold_steps={hold_steps!r} after warmup_steps={warmup_steps!r} must end by "
+            f"hold_steps={hold_steps!r} plus warmup_steps={warmup_steps!r} must be at most "
             f"total_steps={total_steps!r}"
         )
 
@@ -308,7 +308,7 @@ def by_examples(
       ValueError: `schedule` is not a function, or `batch_size` is invalid.
     """
     if not callable(schedule):
-        raise ValueError(f"schedule={schedule!r} must be a function of the examples seen")
+        raise ValueError(f"schedule={schedule!r} must be a function of the number of examples")
     pairs: Any = batch_size
     if checks.is_number(batch_size):
         checks.check_whole("batch_size", batch_size, lowest=1)

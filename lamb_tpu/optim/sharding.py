@@ -80,7 +80,7 @@ def state_sharding(
         # remain.
         if leaf.ndim != len(shape):
             return replicated
-        # Do not split an axis with another size, for example that of a norm with size 1.
+        # Do not split an axis with another size, such as the size 1 in a norm.
         axes = [
             axis if leaf_size == size else None
             for axis, leaf_size, size in zip(_spec(sharding), leaf.shape, shape, strict=False)
@@ -96,8 +96,8 @@ def state_sharding(
 
 def owner_of(path: tuple[Any, ...], known: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
     """Returns the path of the parameter in `known` to which the state's leaf at `path` belongs."""
-    # Try suffixes of the path, the longest first. The last is the empty path, that of a parameter
-    # without a container. Compare keys instead of their text: 'a' may be a key of a dict or the
+    # Try suffixes of the path, the longest first. The last is the empty path, which belongs to a
+    # parameter without a container. Compare keys instead of their text: 'a' may be a key of a dict or the
     # name of an attribute.
     suffixes = (path[start:] for start in range(len(path) + 1))
     return next((suffix for suffix in suffixes if suffix in known), None)
@@ -125,7 +125,7 @@ def _check(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         )
     if len(_spec(sharding)) > len(shape):
         raise ValueError(
-            f"params_sharding[{path!r}]={_spec(sharding)} has more axes than the parameter, which "
+            f"params_sharding[{path!r}]={_spec(sharding)} has more entries than the parameter has axes; it "
             f"has the shape {shape}"
         )
     if isinstance(sharding, NamedSharding):

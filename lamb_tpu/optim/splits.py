@@ -46,8 +46,8 @@ def split_of(
     """Returns the split of a leaf, given the shape of a shard; raises ValueError for a wrong spec."""
     given = axis_name(path) if callable(axis_name) else axis_name
     # `names` are the mesh axes for norms. They exclude mesh axes that split layer axes, because norms
-    # of different layers must not be added. The next condition includes these: a leaf that is only
-    # split along its layers is split too.
+    # of different layers must not be added. The next condition includes these mesh axes: a leaf that is
+    # only split along its layers is split too.
     names = trust_ratio.axes_of(axis_name, path, metadata.layer_axes)
     if not trust_ratio.axes_of(axis_name, path):
         return unsplit(shape)
@@ -55,7 +55,7 @@ def split_of(
         return Split(names, None, None)
     if len(given) > len(shape):
         raise ValueError(
-            f"axis_name={given} has more axes than the parameter {path!r}, which has {len(shape)}"
+            f"axis_name={given} has more entries than the parameter {path!r} has axes, {len(shape)}"
         )
     # A spec may be shorter than the leaf; the other axes are not split.
     entries = [*given, *(None,) * (len(shape) - len(given))]

@@ -24,7 +24,7 @@ from lamb_tpu.optim.reducing import Messages, Reducing
 MaskedRows = Sequence[tuple[str, tuple[int, int]]]
 
 RELATIVE_FLOOR = 0.1  # see `denominator`
-# What helps if elements with small second moments make too large steps, see `denominator`.
+# Remedies if steps are too large for elements with small second moments, see `denominator`.
 REMEDY = (
     "a larger config.optimizer.relative_floor or config.optimizer.eps, a mask by "
     "config.optimizer.mask_unseen and config.optimizer.masked_rows"
@@ -34,7 +34,7 @@ BY_COUNT = "by count"  # the default of `stage`
 
 
 class Stage(NamedTuple):
-    """Stage of an update."""
+    """A stage of an update."""
 
     name: str  # such as 'warm-up' or 'compressed'
     local: bool = False  # whether gradients are this device's share instead of the sum over devices

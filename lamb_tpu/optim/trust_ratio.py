@@ -11,8 +11,8 @@ tensor is therefore a plain step of the base optimizer.
 
 Norms are computed in float32 (float64 for a float64 leaf) whatever the dtype of the leaf, so norms
 of float16 and bfloat16 tensors do not overflow or lose small terms. Norms of complex leaves are
-real, :math:`\|z\|^2 = \sum |z_i|^2`. Under `jit` with shardings, norms are global without further
-work. Inside `shard_map` or `pmap` a program only sees one shard of a leaf. There `axis_name` must
+real, :math:`\|z\|^2 = \sum |z_i|^2`. Under `jit` with shardings, norms are global without
+`axis_name`. Inside `shard_map` or `pmap` a program only sees one shard of a leaf. There `axis_name` must
 give the mesh axes over which each leaf is split, see `AxisName`; sums of squares are added over
 these axes.
 

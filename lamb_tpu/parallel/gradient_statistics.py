@@ -203,7 +203,7 @@ class MicrobatchStatistics:
 
 def check_second_moments(state: TrainState) -> None:
     """Raises ValueError unless the optimizer has a second moment of each parameter."""
-    checks.check_moments("the optimizer keeps", second_moments(state.opt_state), state.params)
+    checks.check_moments("the optimizer has", second_moments(state.opt_state), state.params)
 
 
 def _whitened(grads: Any, moments: Any) -> Any:

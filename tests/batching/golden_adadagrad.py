@@ -1,4 +1,4 @@
-"""Recorded tests of AdAdaGrad, recomputed: statistics, batch sizes and trajectories."""
+"""Recomputes recorded tests of AdAdaGrad: statistics, batch sizes and trajectories."""
 
 import functools
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tests.optim.golden_common import Settings
 
 Arrays = Mapping[str, np.ndarray]
 Statistics = dict[str, float]
-# A bound that no test reaches, because the recorded tests have no largest batch.
+# The recorded tests have no largest batch, so use a bound that no test reaches.
 UNLIMITED = {"granularity": 1, "upper": 2**40}
 
 
@@ -41,7 +41,7 @@ def _measure(parts: list[Any], law: str, per_tensor: bool) -> dict[str, jax.Arra
 
 
 def _orthogonality(nu: float, **bounds: Any) -> Augmented:
-    """The orthogonality test only, for statistics without a variance along the mean."""
+    """Returns the orthogonality test alone, for statistics with an inner-product variance of 0."""
     return Augmented(theta=1.0, nu=nu, **bounds)
 
 
@@ -50,7 +50,7 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     workers, rows = settings.take("workers"), settings.take("batch_per_worker")
     accumulation, batch = settings.take("accumulation"), settings.take("current_global_batch")
     if not settings.take("noise") > 0:
-        raise NotImplementedError("gradients without noise have no variance to test")
+        raise NotImplementedError("noise must be above 0, because the tests need a variance")
     settings.legend("hypers")
     settings.check_empty("author_adadagrad")
     gradients = {
@@ -64,7 +64,7 @@ def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     else:
         parts = [gradients]
     if any(leaf.shape[0] != rows for part in parts for leaf in part.values()):
-        raise ValueError(f"the gradients are not of {rows} examples each")
+        raise ValueError(f"every array of gradients must have {rows} rows, one per example")
     published = _statistics(parts, "parts", per_tensor=True)
     whole = _statistics(parts, "parts", per_tensor=False)
     pooled = _statistics(parts, "pooled", per_tensor=False)
@@ -119,7 +119,7 @@ def _rule(settings: Settings) -> tuple[type[Bounded], dict[str, float], tuple[st
     if test == "ip+orth":
         thresholds = {"theta": settings.take("theta"), "nu": settings.take("nu")}
         return Augmented, thresholds, (variance.INNER_PRODUCT, variance.ORTHOGONAL)
-    raise ValueError(f"the test {test!r} is unknown")
+    raise ValueError(f"test={test!r} is unknown; use norm, ip or ip+orth")
 
 
 def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
@@ -183,21 +183,19 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
     name, rate = settings.take("optimizer"), settings.take("lr")
     if name == "sgd":
         return optax.sgd(rate)
-    if (
-        name == "adagrad"
-    ):  # PyTorch adds its eps of 1e-10 outside of the root, which is below rounding
+    if name == "adagrad":  # PyTorch's eps of 1e-10, outside the root, is below the rounding error
         return optax.chain(optax.scale_by_rss(0.0, eps=0.0), optax.scale(-rate))
     if name == "adam":
         return optax.adam(rate)
     if name == "adagradnorm":
         return _published_adagradnorm(rate)
-    raise ValueError(f"the optimizer {name!r} is unknown")
+    raise ValueError(f"optimizer={name!r} is unknown; use sgd, adagrad, adam or adagradnorm")
 
 
 def _published_adagradnorm(rate: float) -> optax.GradientTransformation:
     """Repeats `adagradnorm.py`: each row of a matrix has one sum of squares.
 
-    These sums also leak into the sums of the following vector. This is not a variant of AdaGrad-Norm.
+    These sums also leak into the sums of the following vector, so this is not AdaGrad-Norm.
     """
 
     def init(params: Any) -> Any:

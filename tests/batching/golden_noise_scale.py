@@ -1,4 +1,4 @@
-"""Recorded noise scales, recomputed with `lamb_tpu.batching.noise_scale`."""
+"""Recomputes recorded noise scales with `lamb_tpu.batching.noise_scale`."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
     del inputs
     implementation = entry["implementation"]
     if implementation not in REPEATS:
-        raise ValueError(f"{implementation!r} of noise_scale is unknown")
+        raise ValueError(f"implementation={implementation!r} is unknown; add it to REPEATS")
     settings = Settings(entry["hyper"])
     actual = REPEATS[implementation](settings, recorded)
     settings.check_empty(implementation)
@@ -33,20 +33,20 @@ def _norms(settings: Settings, recorded: Arrays) -> tuple[np.ndarray, np.ndarray
     gradients = recorded["micro_gradients"].astype(np.float64)
     small, large = settings.take("small_batch"), settings.take("large_batch")
     if gradients.shape[1] != settings.take("micro_batches"):
-        raise ValueError(f"micro_gradients have the shape {gradients.shape}")
+        raise ValueError(f"the second axis of {gradients.shape} must have the length micro_batches")
     for name, meaning in (
         ("sq_norm_small", "mean over the micro batches of |g|^2"),
         ("sq_norm_large", "|mean g|^2"),
     ):
         if settings.take(name, meaning) != meaning:
-            raise ValueError(f"{name} has another meaning here than {meaning!r}")
+            raise ValueError(f"{name} must have the meaning {meaning!r}")
     return _squares(gradients).mean(axis=1), _squares(gradients.mean(axis=1)), small, large
 
 
 def _kdiffusion(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     smalls, larges, small, large = _norms(settings, recorded)
     decay, eps = settings.take("beta"), settings.take("eps")
-    # The class got float32 norms, whose rounding matters where |G|^2 nearly cancels.
+    # The class received float32 norms. Their rounding matters if |G|^2 nearly cancels.
     fed = (recorded.get("sq_norm_small", smalls), recorded.get("sq_norm_large", larges))
     state, ratios, corrected = noise_scale.init(), [], []
     for small_sq, large_sq in zip(*fed, strict=True):
@@ -70,7 +70,7 @@ def _gptneox(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
     overflown = ~np.isfinite(recorded["gradients"]).all(axis=-1)
     listed = settings.take("gradients_with_inf_at", np.flatnonzero(overflown).tolist())
     if listed != np.flatnonzero(overflown).tolist():
-        raise ValueError(f"gradients_with_inf_at is {listed}, and the gradients have others")
+        raise ValueError(f"gradients_with_inf_at={listed} must list the gradients with infinities")
     state, buffer, counted, latest = noise_scale.init(), [], 0, -1.0
     rows = []
     for gradient in recorded["gradients"].astype(np.float64):

@@ -1,4 +1,4 @@
-"""Recorded runs of SimiGrad, recomputed: cosines, batch sizes, rates and parameters."""
+"""Recomputes recorded runs of SimiGrad: cosines, batch sizes, rates and parameters."""
 
 import math
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ RATE = 0.01
 
 
 def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Returns the recorded values of each update, and the last parameters."""
+    """Returns our values of each update and our last parameters under the recorded keys."""
     del recorded
     settings = Settings(entry["hyper"])
     if settings.take("gradient_fed") != FED:
-        raise ValueError("gradients are fed otherwise than here")
+        raise ValueError("gradient_fed must equal FED; this code computes its gradients")
     world, micro, names = (settings.take(name) for name in ("world", "micro0", "names"))
     steps, target = settings.take("gas0"), settings.take("target")
     lower, upper = settings.take("lower"), settings.take("upper")

@@ -58,8 +58,8 @@ def test_critical(excesses: tuple[float, ...], expected: Critical) -> None:
 @pytest.mark.parametrize(
     "batches, excesses, tolerance, message",
     [
-        ((64, 64), (0.0, 0.0), 0.1, r"batches=\[64, 64\] must be a list of strictly"),
-        ((), (), 0.1, r"batches=\[\] must be a list of strictly increasing"),
+        ((64, 64), (0.0, 0.0), 0.1, r"batches=\[64, 64\] must be a non-empty, strictly"),
+        ((), (), 0.1, r"batches=\[\] must be a non-empty, strictly increasing"),
         ((1.5, 2), (0.0, 0.0), 0.1, "batch=1.5 must be a whole number of at least 1"),
         ((1, 2), (0.2, 0.0), 0.1, r"excesses\[0\]=0.2 must be at most the tolerance, 0.1"),
         ((1, 2), (0.0, 0.0), -0.1, "tolerance=-0.1 must be at least 0"),

@@ -21,7 +21,7 @@ def test_factors(rule: str, adjust: float, expected: float) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="rule='cubic' is unknown; known: identity, linear, sqrt"):
+    with pytest.raises(ValueError, match="rule='cubic' is unknown; use one of identity, linear"):
         rate_factor("cubic", 256, 64)
     with pytest.raises(ValueError, match="batch_size=0 must be above 0"):
         rate_factor("sqrt", 256, 0)

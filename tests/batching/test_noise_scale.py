@@ -105,11 +105,11 @@ def test_errors() -> None:
 
 @pytest.mark.parametrize("batches, actual", [(4, 1.0), (32, 1.4)])
 def test_a_ratio_of_l1_norms_saturates(batches: int, actual: float) -> None:
-    """Shows why there is no noise scale for sign descent; a guide in docs quotes these numbers."""
+    """This is why there is no noise scale for sign descent; a guide in docs quotes these numbers."""
     rng, size, batch, parts = np.random.default_rng(0), 20_000, 64, 8
     deviations, true = np.exp(rng.normal(size=size)), rng.normal(size=size)
     true *= deviations
-    # The noise scale, the squared ratio of the l1 norms, in batches.
+    # Scale the gradient so that the noise scale, the squared ratio of the l1 norms, is `batches`.
     true *= deviations.sum() / np.abs(true).sum() / np.sqrt(batches * batch)
     noise = rng.normal(size=(parts, size)) * deviations / np.sqrt(batch / parts)
     grads = true + noise

@@ -93,5 +93,5 @@ def test_errors() -> None:
         follow(NoiseScale(granularity=8, upper=64), 64, total=640, most=100)
     path = grown(16, 256, [(4, 32)])
     for step in (3, 10):
-        with pytest.raises(ValueError, match=f"^the batch size of update {step} has already been"):
+        with pytest.raises(ValueError, match=f"^the batch size of update {step} cannot change: it"):
             path.change(step, 64)

@@ -64,7 +64,7 @@ def test_positions_are_the_nearest_checkpoints() -> None:
         ({"seeds": 0}, ("--seeds", 0, "is out of range", "use at least 1")),
         (
             {"at": "10, 30"},
-            ("--at", ..., ": ' 30' is not a duration", "write one number and one of steps,"),
+            ("--at", ..., ": ' 30' is not a duration", "write one number and one unit (steps,"),
         ),
         ({"at": "ten percent"}, ("--at", ..., ": 'ten percent' is not a duration")),
         ({"at": "10 percent,"}, ("--at", ..., ": '' is not a duration")),

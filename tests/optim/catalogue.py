@@ -1,4 +1,4 @@
-"""Every transform of the library by name, for tests that run all of them."""
+"""A catalogue of every transform of the library by name, for tests that run all of them."""
 
 import functools
 import inspect
@@ -94,7 +94,7 @@ def takes(name: str, argument: str) -> bool:
 
 # Inside shard_map Muon and Adafactor need full leaves, and APOLLO needs the spec of a split leaf.
 WHOLE = ("apollo", "muon", "adafactor")
-# These optimizers sum over devices themselves, need full leaves, and must be outermost.
+# These optimizers sum over devices themselves, need full leaves, and must be the outermost transform.
 REDUCING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 # Transforms that support split leaves inside shard_map.
 SPLITTING = [name for name in PLAIN if takes(name, "axis_name") and name not in WHOLE]

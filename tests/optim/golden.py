@@ -31,10 +31,10 @@ BUGS: dict[str, str] = {
     "every parameter is NaN after one update",
     "flax_optim_lamb": "without weight decay a tensor that has no gradient becomes NaN: its "
     "direction of 0 is multiplied by a ratio of infinity",
-    "author_diffgrad_v1": "it keeps the last gradient by reference: where that memory holds the "
-    "new gradient, this is compared with itself: the coefficient is 0.5 from the second update on",
+    "author_diffgrad_v1": "it stores the last gradient by reference: if the new gradient is written "
+    "to this memory, it is compared with itself, and the coefficient is 0.5 from the second update on",
 }
-# implementation -> a text in the names of the runs with the bug, if no setting identifies them
+# implementation -> a substring of the names of the buggy runs, if no setting identifies them
 BUGGY = {"author_diffgrad_v1": "reusedgrad"}
 
 
@@ -49,7 +49,7 @@ def transform_for(entry: dict[str, Any], params: Any) -> optax.GradientTransform
       ValueError: a hyper-parameter has no counterpart here.
     """
     if entry["family"] not in FAMILIES:
-        raise ValueError(f"the family {entry['family']!r} is unknown; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"family={entry['family']!r} is unknown; use one of {', '.join(FAMILIES)}")
     buggy = BUGGY.get(entry["implementation"])
     if buggy and buggy in entry.get("setting", ""):
         return None

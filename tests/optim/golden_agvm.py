@@ -41,13 +41,13 @@ def repeat(entry: Mapping[str, Any], recorded: Arrays, inputs: Arrays) -> dict[s
         b2=b2,
         eps_root=eps,
     )
-    hook.same_numbers("debug_mode")  # only prints
+    hook.same_numbers("debug_mode")  # the hook only prints
     if hook.take("warmup_iters", 0) > start:
-        raise NotImplementedError("the hook warns if it starts within the warm-up")
+        raise NotImplementedError("lr_update_start_iter must be at least warmup_iters")
     hook.check_empty(entry["implementation"])
     if use_adam and start == 0:
         raise NotImplementedError(
-            "the hook reads second moments before the first update creates them: KeyError"
+            "lr_update_start_iter must be above 0 with use_adam: second moments do not exist yet"
         )
 
     params = {
@@ -99,7 +99,7 @@ def _halves(each: dict[str, jax.Array], workers: int, due: jax.Array) -> tuple[A
 def _clipped(grads: dict[str, jax.Array], clip: Mapping[str, Any], on: jax.Array) -> Any:
     """Clips like PyTorch, which adds 1e-6 to the norm."""
     if clip["norm_type"] != 2 or set(clip) != {"max_norm", "norm_type"}:
-        raise ValueError(f"grad_clip {clip!r} is unknown")
+        raise ValueError(f"grad_clip={clip!r} must have a max_norm and norm_type=2")
     norm = optax.global_norm(grads)
     scale = jnp.where(on, jnp.minimum(clip["max_norm"] / (norm + 1e-6), 1.0), 1.0)
     return {name: grad * scale for name, grad in grads.items()}
@@ -128,6 +128,6 @@ def _inner(settings: Settings) -> tuple[optax.GradientTransformation, Any, float
             arguments.take("weight_decay", 0.0),
         )
     else:
-        raise ValueError(f"the optimizer {kind!r} is unknown")
+        raise ValueError(f"optimizer={kind!r} is unknown; use SGD, AdamW or Adam")
     arguments.check_empty(kind)
     return tx, lambda state: state.nu, b2, eps

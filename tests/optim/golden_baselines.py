@@ -10,7 +10,7 @@ import optax
 from lamb_tpu import optim
 from tests.optim.golden_common import Settings, leaf_rules, rate
 
-# (implementation, setting) -> why no arguments of ours reproduce the run; None stands for all settings
+# (implementation, setting) -> why our arguments cannot reproduce the run; None means all settings
 OTHERS: dict[tuple[str, str | None], str] = {
     ("author_muon", None): "it iterates in bfloat16",
     ("author_muon_f32", None): "it does not correct the momentum, and its matrices are transposed",
@@ -36,7 +36,7 @@ def transform(entry: dict[str, Any], params: Any) -> optax.GradientTransformatio
 
 
 def why_not(entry: Mapping[str, Any]) -> str:
-    """Returns the reason for which an entry is in `OTHERS`."""
+    """Returns the reason why an entry is in `OTHERS`."""
     full = OTHERS.get((entry["implementation"], None))
     return full or OTHERS[entry["implementation"], entry["setting"]]
 
@@ -47,7 +47,9 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
     strength = settings.take("weight_decay", 0.0)
     settings.same_numbers("use_triton")
     if settings.take("cautious_factor", 1.0) != 1.0:
-        raise NotImplementedError("cautious_factor is no option of optax.scale_by_lion")
+        raise NotImplementedError(
+            "cautious_factor must be 1.0: it is not an option of optax.scale_by_lion"
+        )
     if settings.take("decoupled_weight_decay", False):
         strength /= peak  # the author's class divides its argument too
     config = {"name": "lion", "b1": b1, "b2": b2, "weight_decay": strength}
@@ -56,7 +58,7 @@ def _lion(settings: Settings, params: Any) -> optax.GradientTransformation:
 
 def _muon(settings: Settings, params: Any) -> optax.GradientTransformation:
     if settings.take("adaptive", False):
-        raise NotImplementedError("adaptive is no option of muon here")
+        raise NotImplementedError("adaptive must be False: it is not an option of our muon")
     # Optax has a separate argument for Adam's decay, by default 0.
     matrices = {name for name, leaf in params.items() if leaf.ndim == 2}
     return optim.make_optimizer(

@@ -35,7 +35,9 @@ class Settings(dict):
             if theirs in self
         }
 
-    def assume(self, name: str, *values: Any, why: str = "the mapping assumes otherwise") -> None:
+    def assume(
+        self, name: str, *values: Any, why: str = "the mapping assumes another value"
+    ) -> None:
         """Checks that a setting is absent, None or one of `values`.
 
         Raises NotImplementedError with the reason `why` for another value.
@@ -60,7 +62,9 @@ class Settings(dict):
     def check_empty(self, implementation: str) -> None:
         """Raises ValueError if a setting was not read."""
         if self:
-            raise ValueError(f"{implementation}: settings without a meaning here: {dict(self)}")
+            raise ValueError(
+                f"{implementation} has settings that the mapping does not read: {dict(self)}"
+            )
 
 
 def rate(settings: Settings) -> optax.ScalarOrSchedule:
@@ -71,7 +75,7 @@ def rate(settings: Settings) -> optax.ScalarOrSchedule:
     if kind == "const":
         return base
     if kind != "warm":
-        raise ValueError(f"lr_schedule {kind!r} is unknown")
+        raise ValueError(f"lr_schedule={kind!r} is unknown; use const or warm")
     # Use a table in float64, as in the recorded runs, so that each rate is rounded once.
     count = np.arange(20)
     table = base * np.where(count < 6, (count + 1) / 6, (20 - count) / 14)
@@ -102,7 +106,7 @@ def patterns_without_decay(settings: Settings) -> list[str]:
     """Returns the patterns of the leaves in the parameter group without weight decay."""
     group = settings.take("excluded_group") or {"patterns": [], "weight_decay": 0.0}
     if set(group) != {"patterns", "weight_decay"} or group["weight_decay"]:
-        raise ValueError(f"excluded_group {group!r} is unknown")
+        raise ValueError(f"excluded_group={group!r} must have patterns and a weight_decay of 0")
     return group["patterns"]
 
 
@@ -125,7 +129,9 @@ def grouped(
     decays = {True: base, False: group.pop("weight_decay", base)}
     adapts = {True: always, False: group.pop("always_adapt", always)}
     if group or decays[False] not in (0, base):
-        raise ValueError(f"excluded_group with {group or decays[False]!r} is unknown")
+        raise ValueError(
+            f"excluded_group has {group or decays[False]!r}, which the mapping cannot read"
+        )
     return leaf_rules(
         params,
         decay=lambda path: decays[excluded(path)] != 0,
@@ -151,7 +157,7 @@ def mask(value: bool | str | None) -> Callable[[str], bool]:
     if value is None or isinstance(value, bool):
         return lambda path: value is not False
     if not re.fullmatch(r"not \[('\w+'(, )?)+\]", value):
-        raise ValueError(f"the mask {value!r} is unknown")
+        raise ValueError(f"mask={value!r} must be a bool or have the form \"not ['bias']\"")
     return unless(re.findall(r"'(\w+)'", value))
 
 

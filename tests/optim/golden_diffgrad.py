@@ -23,7 +23,7 @@ def transform(implementation: str, settings: Settings, params: Any) -> optax.Gra
         "author_diffgrad_v2",
         "torch_optimizer_diffgrad",
     ):
-        raise ValueError(f"{implementation!r} is unknown")
+        raise ValueError(f"implementation={implementation!r} of diffgrad is unknown")
     del params
     arguments = settings.renamed(NAMES)
     return optim.diffgrad(rate(settings), rules=group_without_decay(settings), **arguments)

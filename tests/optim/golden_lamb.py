@@ -34,7 +34,7 @@ def transform(
 ) -> optax.GradientTransformation | None:
     """Returns the optimizer of an entry of the family 'lamb'; None for a bug that is not reproduced."""
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"the implementation {implementation!r} of lamb is unknown")
+        raise ValueError(f"implementation={implementation!r} is unknown; add it to IMPLEMENTATIONS")
     return IMPLEMENTATIONS[implementation](settings, params)
 
 
@@ -83,7 +83,7 @@ def _nvidia_tf_bert(settings, params):
     if first == 0:
         return None
     if first != 1:
-        raise ValueError(f"first_global_step {first!r}: a count that starts elsewhere than at 1")
+        raise ValueError(f"first_global_step={first!r} must be 0 or 1")
     arguments = _arguments(
         settings, "paper", weight_decay=0.0, clip_global_norm=settings.take("global_clipnorm")
     )
@@ -133,8 +133,8 @@ def _optax(settings, params):
 
 
 def _flax_optim(settings, params):
-    # The ratio is 1 if the sum of the norms is 0, so weights of 0 never move. A direction of 0,
-    # which a tensor without gradient and decay has, is multiplied by infinity.
+    # The ratio is 1 only if both norms are 0; otherwise weights of 0 have the ratio 0 and never move.
+    # A direction of 0, as without gradient and decay, is multiplied by infinity.
     arguments = _arguments(settings, "paper", weight_decay=0.0, zero_ratio=0.0)
     if arguments["weight_decay"] == 0:
         return None
@@ -199,13 +199,13 @@ def _moments(settings: Settings) -> str:
 def _deepspeed(settings, params):
     # The loss scale: the recorded gradients contain it, and the optimizer divides by it.
     if not settings.take("scale", 1.0) > 0:
-        raise NotImplementedError("a scale of the loss that is not positive")
+        raise NotImplementedError("scale, the loss scale, must be above 0")
     norms = settings.take("grad_norms")
     if norms == "scalar":
         return None
     max_norm = settings.take("max_grad_norm", 0.0)
     if norms not in (None, "list") or (max_norm and norms is None):
-        raise ValueError(f"grad_norms {norms!r} with max_grad_norm {max_norm!r} is unknown")
+        raise ValueError(f"grad_norms={norms!r} must be 'list' with max_grad_norm={max_norm!r}")
     settings.assume("amsgrad", False, why="DeepSpeed's FusedLamb rejects it")
     rules = grouped(settings, params, 0.0)
     arguments = _arguments(
@@ -250,7 +250,7 @@ def _nvidia_torch(settings, params):
 
 def _nvidia_jit(settings, params):
     """Computes and multiplies learning rate and ratio in float32, whatever the parameters' dtype."""
-    settings.assume("adam", False, why="JITLamb has the argument, and its kernel does not read it")
+    settings.assume("adam", False, why="JITLamb has this argument, but its kernel does not read it")
     rules = grouped(settings, params, 0.0, adapt=False)
     arguments = _arguments(settings, "transformer_xl")
     schedule = rate(settings)

@@ -128,7 +128,7 @@ def _tf_contrib(settings, params):
     if l2 == "none":
         return tx
     if not l2.startswith("g + wd p fed by the caller"):
-        raise ValueError(f"l2_in_loss {l2!r} is unknown")
+        raise ValueError(f"l2_in_loss={l2!r} must be 'none' or 'g + wd p fed by the caller'")
     mask = jax.tree.structure(params).unflatten([included(path) for path in paths(params)])
     return optax.chain(optax.add_decayed_weights(weight_decay, mask), tx)
 

@@ -100,7 +100,7 @@ def _openseq2seq(settings):
     eps_root = settings.take("epsilon", 1e-8)
     averaging = "all" if settings.take("grad_averaging", False) else "none"
     if not isinstance(settings.take("beta2", 0.98), float):
-        raise NotImplementedError("beta2, which has no effect there, must still be a number")
+        raise NotImplementedError("beta2 must be a number, although it has no effect")
     settings.same_numbers("use_locking")  # locks variables between threads
     return _novograd(
         settings,

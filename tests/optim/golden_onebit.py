@@ -42,16 +42,16 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
     if name == "compressed_allreduce":
         return _all_reduces(entry, recorded, inputs)
     if name not in OPTIMIZERS:
-        raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"implementation={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
     settings = Settings(entry["hyper"])
     world, names = settings.take("world"), settings.take("tensors")
     # Parameters with a mask form a separate group, which comes last in the buffer.
     mask = str(settings.get("exp_avg_mask")).partition(" ")[0]
     names = sorted(names, key=lambda name: name.startswith(f"{mask}/"))
-    settings.assume("gradients", FED, why="gradients are fed otherwise than here")
+    settings.assume("gradients", FED, why="it must equal FED")
     if name == "zero_one_adam" and world == 1:
         raise NotImplementedError(
-            "of a single worker the reference throws away every gradient between two changes of "
+            "with a single worker the reference discards every gradient between two changes of "
             "the second moments"
         )
     schedule = rate(Settings(entry["hyper"]))
@@ -62,7 +62,7 @@ def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarr
     length = sum(inputs[f"param/{name}"].size for name in names)
     if name == "onebit_lamb" and world > 1 and freeze_step < updates and length % unit:
         raise NotImplementedError(
-            "the padding of the reference's buffer keeps what it received last, and is sent again"
+            "the reference does not clear the padding of its buffer, and sends old values again"
         )
     exchange = _exchange(world, per_leaf=name != "onebit_lamb") if world > 1 else None
     return _trajectory(tx, exchange, world, names, recorded, inputs, schedule)
@@ -151,7 +151,7 @@ def _all_reduces(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np
         r"(\S+)\[rank, t\], t=0\.\.(\d+), error buffers carried over", settings.take("input")
     )
     if described is None:
-        raise ValueError(f"the input {entry['hyper']['input']!r} is unknown")
+        raise ValueError(f"input={entry['hyper']['input']!r} has an unknown form")
     settings.check_empty("compressed_allreduce")
     exchange = _exchange(world, per_leaf=False)
     shares = jnp.asarray(inputs[described[1]][:world, : int(described[2]) + 1]) / world
@@ -184,7 +184,7 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
     if mask is not None:
         actual = re.fullmatch(r"(\w+) rows (\d+)\.\.(\d+) masked to 0", mask)
         if actual is None:
-            raise ValueError(f"exp_avg_mask {mask!r} is unknown")
+            raise ValueError(f"exp_avg_mask={mask!r} must have the form 'x rows 1..2 masked to 0'")
         rows = ((f"^{actual[1]}/", (int(actual[2]), int(actual[3]) + 1)),)
     # DeepSpeed's constructors accept the flag but ignore it: no run has a bias correction.
     settings.take("bias_correction", True)
@@ -213,7 +213,7 @@ def _adam(settings: Settings) -> Staged:
 def _lamb(settings: Settings) -> Staged:
     if settings.get("freeze_step", 100_000) < 2:
         raise NotImplementedError(
-            "with a freeze_step below 2 the second moments that go on after the freezing start at 0"
+            "freeze_step must be at least 2: otherwise the second moments after freezing start at 0"
         )
     return optim.onebit_lamb(
         freeze_step=_freeze_step(settings),

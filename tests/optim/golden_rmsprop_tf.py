@@ -48,7 +48,7 @@ def _timm(settings, params):
     del params
     settings.same_numbers("foreach")
     if not settings.get("momentum"):
-        # timm ignores caution without momentum; ours would divide by the fraction of nonzero gradients.
+        # timm ignores caution without momentum; our code would divide by the fraction of nonzero gradients.
         settings.take("caution")
     decay = timm_decay(settings)
     known = (*MOST, "lr_in_momentum", "cautious")

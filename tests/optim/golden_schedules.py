@@ -22,7 +22,7 @@ class Curve(NamedTuple):
 
     name: str  # the name of the recorded array
     schedule: optax.Schedule
-    steps: np.ndarray  # the counts of completed updates at which it was recorded
+    steps: np.ndarray  # the counts of completed updates at which the rate was recorded
     peak: float
 
 
@@ -33,7 +33,7 @@ IN_FLOAT32 = ("tpu_efficientnet_lr", "tpu_resnet_lars_poly", "nvidia_bert_schedu
 
 
 def curves_for(entry: dict[str, Any], record: Record) -> list[Curve]:
-    """Returns every curve of an entry; raises ValueError for a setting without counterpart."""
+    """Returns every curve of an entry; raises ValueError for a setting without a counterpart."""
     hyper = entry["hyper"]
     settings = Settings({"text": hyper} if isinstance(hyper, str) else hyper)
     curves = IMPLEMENTATIONS[entry["implementation"]](settings, record)
@@ -91,7 +91,7 @@ def _legw(settings: Settings, record: Record) -> list[Curve]:
 
 
 def _mlperf(settings: Settings, record: Record) -> list[Curve]:
-    table = {  # batch size: peak, warm-up epochs; the code's own table
+    table = {  # batch size: (peak, warm-up epochs), from the recorded code
         8192: (10.0, 5),
         16384: (25.0, 5),
         32768: (29.0, 18),
@@ -102,7 +102,7 @@ def _mlperf(settings: Settings, record: Record) -> list[Curve]:
     for batch, (peak, warmup_epochs) in table.items():
         per_epoch = math.ceil(num_examples / batch)
         if record[f"b{batch}/steps_per_epoch"] != per_epoch:
-            raise ValueError(f"another number of updates is recorded than {per_epoch} an epoch")
+            raise ValueError(f"the recorded number of updates per epoch must be {per_epoch}")
         rate = warmup(
             peak, epochs * per_epoch + 1, warmup_epochs * per_epoch, power=2, end_value=1e-4
         )

@@ -50,7 +50,7 @@ def after(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -
 
 
 def rate(t: Any) -> Any:
-    """A schedule for comparisons with a loop in NumPy."""
+    """Returns the learning rate of an update, for comparisons with a loop in NumPy."""
     return 0.1 / (t + 1)
 
 

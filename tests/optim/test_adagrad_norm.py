@@ -1,4 +1,4 @@
-"""AdaGrad-Norm against a NumPy loop, with one step length for the model or for each layer."""
+"""Compares AdaGrad-Norm with a NumPy loop, with one step length for the model or for each layer."""
 
 import functools
 

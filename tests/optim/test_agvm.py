@@ -1,4 +1,4 @@
-"""AGVM: the factors of modules, and which updates measure and apply them."""
+"""Tests AGVM: the factors of modules, and the updates that measure and apply them."""
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def test_tensors_that_are_split() -> None:
     np.testing.assert_allclose(factors[False], _target(halves), rtol=1e-5)
     assert not np.allclose(
         factors[True], factors[False], rtol=1e-2
-    )  # so the test would fail without the psum
+    )  # without the psum the factors are wrong
 
 
 def test_errors() -> None:

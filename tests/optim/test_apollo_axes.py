@@ -1,4 +1,4 @@
-"""APOLLO on matrices with several axes, and on matrices that are split over devices."""
+"""Tests APOLLO on matrices with several axes, and on matrices that are split over devices."""
 
 import jax
 import jax.numpy as jnp

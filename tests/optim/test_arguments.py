@@ -1,7 +1,7 @@
 """Every public function rejects arguments of wrong types; the error has the name and the value.
 
-The table follows from the signatures, so new functions and arguments are included. A function that
-needs arguments which this file does not know fails `test_every_function_has_a_valid_call`.
+The table follows from the signatures, so new functions and arguments are included. A function
+with required arguments that `NEEDED` lacks fails `test_every_function_has_a_valid_call`.
 """
 
 import importlib
@@ -257,7 +257,7 @@ def test_wrong_values_of_other_types(function, arguments, pattern):
 
 
 def test_a_hold_beyond_the_end():
-    with pytest.raises(ValueError, match="hold_steps=6 after warmup_steps=5 must end by total_s"):
+    with pytest.raises(ValueError, match="hold_steps=6 plus warmup_steps=5 must be at most total"):
         optim.warmup(0.1, 10, 5, hold_steps=6)
     optim.warmup(0.1, 10, 5, hold_steps=5)
     optim.warmup(0.1, 10, 10)  # reaches its peak at the end
@@ -296,9 +296,9 @@ def test_gradients_parameters_and_states_that_are_none(name):
     for updates, pattern in (
         (
             PARAMS | {"bias": jnp.ones(4)},
-            r"'bias'. has the shape \(4,\), but its parameter has the shape",
+            r"'bias'. has the shape \(4,\), but must have its parameter's shape",
         ),
-        (PARAMS | {"bias": 1j * jnp.ones(3)}, "'bias'. is complex64, but its parameter is float"),
+        (PARAMS | {"bias": 1j * jnp.ones(3)}, "'bias'. is complex64, but must be real like"),
         ({"kernel": PARAMS["kernel"]}, "must have the structure of params"),
     ):
         with pytest.raises(ValueError, match=pattern):
@@ -307,7 +307,7 @@ def test_gradients_parameters_and_states_that_are_none(name):
 
 def test_the_state_of_another_tree():
     tx = optim.lamb(0.1)
-    with pytest.raises(ValueError, match="state must be the state for these params"):
+    with pytest.raises(ValueError, match="state must come from init with params of the same"):
         tx.update(PARAMS, tx.init({"kernel": PARAMS["kernel"]}), PARAMS)
 
 

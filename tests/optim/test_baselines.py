@@ -134,7 +134,7 @@ def test_muon_on_an_explicit_mesh():
     with jax.set_mesh(mesh):
         tx = make_optimizer({"name": "muon"}, 0.1)
         params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))}
-        with pytest.raises(ValueError, match="full matrices on an Explicit mesh, but 'w' is split"):
+        with pytest.raises(ValueError, match="full matrices on an Explicit mesh; replicate 'w'"):
             tx.update(params, tx.init(params), params)
         full = {"w": jnp.ones((8, 8))}
         tx.update(full, tx.init(full), full)

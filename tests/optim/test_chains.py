@@ -1,4 +1,4 @@
-"""Transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
+"""Tests transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +65,10 @@ def test_a_state_of_another_transform_is_named():
 
 def test_an_inner_error_keeps_its_message():
     def update_fn(updates, state, params=None):
-        raise ValueError("own words")
+        raise ValueError("inner failed")
 
     tx = optim.in_float32(optax.GradientTransformation(optax.init_empty_state, update_fn))
-    with pytest.raises(ValueError, match="own words"):
+    with pytest.raises(ValueError, match="inner failed"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 

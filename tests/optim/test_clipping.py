@@ -1,4 +1,4 @@
-"""Clipping by the global norm: numbers, dtypes, non-finite values, and shards."""
+"""Tests clipping by the global norm: numbers, dtypes, non-finite values, and shards."""
 
 import functools
 import math

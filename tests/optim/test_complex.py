@@ -1,4 +1,4 @@
-"""Complex leaves: |z|^2 in norms and second moments, as in Optax and NumPy."""
+"""Tests complex leaves: norms and second moments use |z|^2, as in Optax and NumPy."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Derivatives of updates with respect to weights, as learned optimizers and tuning need them.
+"""Tests derivatives of updates with respect to weights, for learned optimizers and tuning.
 
 At a leaf of zeros the l2 norm has no derivative; the derivative must be 0 there, and not NaN.
 """

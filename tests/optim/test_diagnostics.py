@@ -82,8 +82,8 @@ def test_summary_is_of_the_layers_that_adapt():
     metadata = optim.parameters.resolve(PARAMS, RULES)
     _, state = _after_one_update(optim.lamb(0.1, weight_decay=0.0, rules=RULES, collect=True))
     actual = diagnostics.summary(state, metadata)
-    # kernel: 5 / 2; stack: 5, 2 and 0 over the root of 2, where 0 counts as 1. The bias, whose
-    # ratio is also 1, does not adapt.
+    # The kernel has 5 / 2, and the stack 5, 2 and 0 over the root of 2; a norm of 0 gives the ratio
+    # 1. The bias does not adapt, so it is left out.
     ratios = [2.5, 5 / np.sqrt(2), 2 / np.sqrt(2), 1.0]
     assert actual == pytest.approx(
         {"ratio_min": 1.0, "ratio_median": np.median(ratios), "ratio_max": max(ratios)}, rel=1e-5

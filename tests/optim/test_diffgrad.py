@@ -1,4 +1,4 @@
-"""diffGrad against a NumPy loop, and the bug of its first version."""
+"""Compares diffGrad with a NumPy loop and with Adam."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Durations: valid and invalid texts, and exact numbers of updates."""
+"""Tests durations: valid and invalid texts, and exact numbers of updates."""
 
 from fractions import Fraction
 
@@ -57,7 +57,7 @@ def test_invalid_texts_are_quoted(text):
     with pytest.raises(ValueError) as error:
         parse(text)
     assert repr(text) in str(error.value)
-    assert "one number and one of steps, epochs, examples, percent" in str(error.value)
+    assert "one number and one unit (steps, epochs, examples, percent)" in str(error.value)
 
 
 def test_an_unknown_unit_is_quoted():
@@ -68,7 +68,7 @@ def test_an_unknown_unit_is_quoted():
 @pytest.mark.parametrize(
     "value, unit, message",
     [
-        (1, "hours", "unit='hours' is unknown; known: steps"),
+        (1, "hours", "unit='hours' is unknown; use one of steps"),
         (-1, "steps", "value=-1 steps must be a number of at least 0"),
         (101, "percent", "101 percent exceeds the full run"),
         (10**18 + 1, "epochs", r"a duration must be at most 1e\+18 epochs"),
@@ -109,22 +109,22 @@ def test_steps(text, arguments, steps, full):
         (
             "3 epochs",
             {"batch_size": 5},
-            "'3 epochs' needs a number above 0 for num_examples, not None",
+            "'3 epochs' needs a finite number above 0 for num_examples, not None",
         ),
         (
             "3 epochs",
             {"batch_size": 0, "num_examples": 5},
-            "'3 epochs' needs a number above 0 for batch_size, not 0",
+            "'3 epochs' needs a finite number above 0 for batch_size, not 0",
         ),
         (
             "3 percent",
             {"batch_size": 5},
-            "'3 percent' needs a number above 0 for total_steps, not None",
+            "'3 percent' needs a finite number above 0 for total_steps, not None",
         ),
         (
             "3 examples",
             {"batch_size": -5},
-            "'3 examples' needs a number above 0 for batch_size, not -5",
+            "'3 examples' needs a finite number above 0 for batch_size, not -5",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Extra arguments of `update`: every transform accepts them, and wrappers pass them on."""
+"""Tests extra arguments of `update`: every transform accepts them, and wrappers pass them on."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rate factors, decay factors, and scheduled weight decay for every optimizer."""
+"""Tests rate factors, decay factors, and scheduled weight decay for every optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ PARAMS, *GRADS = (
     {name: np.asarray(tree[name], np.float32) for name in LEAVES}
     for tree in (lambda params, grads: (params, *grads))(*runs.case(steps=4))
 )
-# Without clipping, because its global norm depends on all partitions.
+# Do not clip, because the global norm would depend on all partitions.
 ARGUMENTS = {"adagrad_norm": {"per_layer": True}, "apollo": {"rank": 1}}
 # Every optimizer, and presets in which another quantity is multiplied by the rate.
 FORMS = [(name, None) for name in OPTIMIZERS] + [

@@ -1,4 +1,4 @@
-"""Recorded runs of Lion, Muon and schedule-free AdamW, reproduced by Optax's optimizers with our rules."""
+"""Reproduces recorded runs of Lion, Muon and schedule-free AdamW by Optax's optimizers with our rules."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every recorded run of DeepSpeed's 1-bit optimizers, reproduced at every update."""
+"""Reproduces every recorded run of DeepSpeed's 1-bit optimizers at every update."""
 
 import numpy as np
 import pytest
@@ -34,5 +34,5 @@ def test_all_categories_are_recorded():
 
 def test_excluded_runs_have_a_reason():
     entry = {"implementation": "zero_one_adam", "hyper": {"world": 1, "tensors": []}}
-    with pytest.raises(NotImplementedError, match="throws away every gradient between"):
+    with pytest.raises(NotImplementedError, match="discards every gradient between"):
         FAMILIES["onebit"](entry, {}, {})

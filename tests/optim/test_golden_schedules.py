@@ -1,4 +1,4 @@
-"""Every recorded learning rate of other implementations, reproduced by our schedules."""
+"""Reproduces every recorded learning rate of other implementations by our schedules."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""An L2 term in the loss combined with an optimizer."""
+"""Tests an L2 term in the loss combined with an optimizer."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Each option of LARS against a NumPy loop, and properties that all options share."""
+"""Compares each option of LARS with a NumPy loop, and tests properties that all options share."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The loop over leaves that all optimizers share, tested with a simple toy optimizer."""
+"""Tests the loop over leaves that all optimizers share, with a toy optimizer."""
 
 from typing import Any, NamedTuple
 

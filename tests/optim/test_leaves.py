@@ -1,4 +1,4 @@
-"""Reports of how optimizers update each leaf, read from the shapes of their state."""
+"""Tests reports of how optimizers update each leaf, read from the shapes of their state."""
 
 import jax
 import jax.numpy as jnp

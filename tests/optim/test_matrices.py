@@ -1,4 +1,4 @@
-"""Matrix axes by name, for networks of this package and of other libraries."""
+"""Tests matrix axes by name, for networks of this package and of other libraries."""
 
 import jax
 import jax.numpy as jnp

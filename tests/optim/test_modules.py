@@ -1,4 +1,4 @@
-"""Modules by regular expressions, and accurate cosines."""
+"""Tests modules defined by regular expressions, and the accuracy of cosines."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from lamb_tpu.optim import modules
 @pytest.mark.parametrize(
     "patterns, message",
     [
-        ("body", "modules='body' must be a list of regular expressions over paths"),
-        ([], r"modules=\[\] must be a list"),
+        ("body", "modules='body' must be a non-empty list of regular expressions"),
+        ([], r"modules=\[\] must be a non-empty list"),
         (["("], "modules has '\\(', which is not a valid regular"),
         ([3], "modules has 3, which is not a valid regular"),
         (["a", "a"], "has 'a' twice"),
         (["^body"], "no module matches the parameter 'head'"),
-        (["", "^head"], "the module '\\^head' has no parameters: earlier modules"),
+        (["", "^head"], "the module '\\^head' has no parameters, because it matches none, or"),
     ],
 )
 def test_errors(patterns, message) -> None:

@@ -1,4 +1,4 @@
-"""Each option of NovoGrad against a NumPy loop, and properties that all options share."""
+"""Compares each option of NovoGrad with a NumPy loop, and tests properties that all options share."""
 
 import functools
 
@@ -166,7 +166,7 @@ def test_clipping_comes_first():
 
 
 def test_bfloat16_parameters_keep_float32_state():
-    # In bfloat16 a second moment of 1000 would not change if 0.02 * 100 is added.
+    # In bfloat16 a second moment of 1000 would not change by adding 0.02 * 100.
     params = {"w": jnp.ones(1000, jnp.bfloat16)}
     grads = [{"w": jnp.ones(1000, jnp.bfloat16)}, {"w": jnp.full(1000, 0.949, jnp.bfloat16)}]
     _, state = after(optim.novograd(0.1), params, grads)

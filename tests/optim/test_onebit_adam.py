@@ -1,4 +1,4 @@
-"""1-bit Adam by hand: its warm-up, frozen second moments, and elements without gradient."""
+"""Tests 1-bit Adam: warm-up, frozen second moments, and elements without a gradient."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""1-bit LAMB: the warm-up, equal RMS of all momenta, layers of a stack, and bounds."""
+"""Tests 1-bit LAMB: the warm-up, equal RMS of all momenta, layers of a stack, and bounds."""
 
 import jax
 import jax.numpy as jnp

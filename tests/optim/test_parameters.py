@@ -1,4 +1,4 @@
-"""Parameter metadata: the matching of rules, errors, all types of trees, and the text of the table."""
+"""Tests parameter metadata: matching of rules, errors, all types of trees, and the table."""
 
 import collections
 import warnings
@@ -93,7 +93,7 @@ def test_a_bare_leaf_and_an_empty_tree():
         ),
         (
             [("", {"layer_axes": (0, 2)})],
-            r"layer_axes=\(0, 2\) do not exist in the parameter 'dense/bias', which has 2 axes",
+            r"layer_axes=\(0, 2\) must be axes of the parameter 'dense/bias'; its number of axes is 2",
         ),
     ],
 )
@@ -108,12 +108,12 @@ def test_a_rule_that_never_decides():
     with pytest.raises(
         ValueError,
         match=(
-            r"the rule '\^dense/bias' decides nothing: .* for example, 'bias\$\|scale\$' matches "
+            r"the rule '\^dense/bias' has no effect: .* for example, 'bias\$\|scale\$' matches "
             "'dense/bias'"
         ),
     ):
         resolve(tree, rules)
-    with pytest.raises(ValueError, match="the rule '.' decides nothing"):
+    with pytest.raises(ValueError, match="the rule '.' has no effect"):
         resolve(tree, [("", {}), (".", NONE), ("kernel", {})])
     # In the opposite order both rules decide for leaves, and a last catch-all rule may decide for none.
     assert resolve(tree, [rules[1], rules[0], rules[2]])["dense"]["bias"] == ParameterMetadata()
@@ -187,7 +187,7 @@ def test_named_rules_may_match_nothing():
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ("default", "'default' is unknown; known: all, no_bias_no_norm"),
+        ("default", "'default' is unknown; use one of all, no_bias_no_norm"),
         ({"bias": NONE}, "rules=.* must be one of all, .*lstm, or a list"),
         (None, "rules=.* must be one of all, .*lstm, or a list"),
         ([("bias",)], r"rules has \('bias',\), which must be a pair \(regex, metadata\)"),
@@ -195,13 +195,13 @@ def test_named_rules_may_match_nothing():
         ([("(", NONE)], r"the rule '\(' is not a valid regular expression"),
         (
             [("bias", {"decays": False})],
-            "unknown field 'decays'; known: decay, adapt, layer_axes, rate",
+            "unknown field 'decays'; use one of decay, adapt, layer_axes, rate",
         ),
-        ([("bias", False)], "the rule 'bias' has False, which must be a mapping"),
+        ([("bias", False)], "the rule 'bias' has the metadata False; use a mapping"),
         ([("bias", {"decay": 0.1})], "decay=0.1 must be True or False"),
-        ([("bias", {"layer_axes": (-1,)})], r"layer_axes=.* must be distinct axes counted from 0"),
-        ([("bias", {"layer_axes": (1, 1)})], r"layer_axes=.* must be distinct axes counted from 0"),
-        ([("bias", {"layer_axes": 0})], "layer_axes=0 must be distinct axes counted from 0"),
+        ([("bias", {"layer_axes": (-1,)})], r"layer_axes=.* must be a list of distinct axes"),
+        ([("bias", {"layer_axes": (1, 1)})], r"layer_axes=.* must be a list of distinct axes"),
+        ([("bias", {"layer_axes": 0})], "layer_axes=0 must be a list of distinct axes"),
         ([("bias", {"rate_factor": -0.5})], "rate_factor=-0.5 must be a finite number"),
         ([("bias", {"rate_factor": True})], "rate_factor=True must be a finite number"),
         ([("bias", {"rate_factor": "0.5"})], "rate_factor='0.5' must be a finite number"),
@@ -293,7 +293,7 @@ def test_matrix_axes_have_to_be_all_that_stack_no_layers():
         with pytest.raises(
             ValueError,
             match=(
-                r"matrix_axes=.* and layer_axes=\(\) are not all axes of the parameter 'w', .* has 3"
+                r"matrix_axes=.* and layer_axes=\(\) must together be all axes of the parameter 'w'; .* is 3"
             ),
         ):
             resolve({"w": jnp.ones((2, 3, 4))}, [("", metadata)])

@@ -1,4 +1,4 @@
-"""Optimizers that send a message in place of the gradient, and the stages of their updates."""
+"""Tests optimizers that send a message in place of the gradient, and the stages of their updates."""
 
 import jax
 import jax.numpy as jnp

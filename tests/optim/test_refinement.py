@@ -1,4 +1,4 @@
-"""The refined schedule against loops from its formula, and special cases."""
+"""Compares the refined schedule with loops from its formula, and tests special cases."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_spikes_are_filtered_out():
     "arguments, message",
     [
         (([1.0], 1), r"gradient_norms=\[1.0\] must be a list of at least 2"),
-        ((np.ones((2, 2)), 1), r"a list of at least 2 numbers, not of the shape \(2, 2\)"),
+        ((np.ones((2, 2)), 1), r"a list of at least 2 numbers, not an array of the shape \(2, 2\)"),
         (([1.0, 0.0], 1), "gradient_norms.1.=0.0 must be finite"),
         (([1.0, 2.0, np.nan], 1), "gradient_norms.2.=nan must be finite"),
         (([np.inf, 2.0], 1), "gradient_norms.0.=inf must be finite"),

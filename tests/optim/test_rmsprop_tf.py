@@ -1,4 +1,4 @@
-"""Each option of RMSProp against a NumPy loop, and properties that all options share."""
+"""Compares each option of RMSProp with a NumPy loop, and tests properties that all options share."""
 
 import functools
 
@@ -121,7 +121,7 @@ def test_only_needed_buffers_are_stored():
 
 
 def test_rounding_does_not_make_a_variance_negative():
-    # With a constant gradient, the moment and the squared mean become equal up to rounding.
+    # With a constant gradient, the second moment and the squared mean become equal up to rounding.
     params, grads = {"w": jnp.ones(64)}, [{"w": jnp.linspace(0.1, 7.3, 64)}] * 60
     tx = optim.rmsprop_tf(1e-6, b2=0.5, eps=1e-12, initial_scale=0.0, centered=True)
     with jax.debug_nans(True):

@@ -1,4 +1,4 @@
-"""Stochastic rounding: exact if possible, else exact in the mean, and the same for all shardings."""
+"""Tests stochastic rounding: exact if possible, else exact on average; equal for all shardings."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Scaling of a tuned rate, warm-up and weight decay with the batch size."""
+"""Tests the scaling of a tuned rate, warm-up and weight decay with the batch size."""
 
 import math
 
@@ -66,8 +66,8 @@ def test_every_optimizer_is_either_in_the_random_matrix_rule_or_known_not_to_be(
 
 
 def test_timescale_is_the_memory_of_the_average():
-    # Weights that start at 1 and get no gradient become (1 - eta lambda) ** steps: after tau of the
-    # run, 1 / e.
+    # Weights that start at 1 and get no gradient become (1 - eta lambda) ** steps, which is 1 / e after
+    # the fraction tau of the run.
     rate, decay, batch_size, data_size = 0.01, 0.1, 64, 64 * 5000
     tau = adamw_timescale(rate, decay, batch_size, data_size)
     assert tau == pytest.approx(0.2)
@@ -98,9 +98,9 @@ def test_optimal_timescale_is_a_power_law():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: scale_learning_rate("cubic", 1, 1, 1), "'cubic' is unknown; known: identity, lin"),
+        (lambda: scale_learning_rate("cubic", 1, 1, 1), "'cubic' is unknown; use one of identity"),
         (lambda: scale_learning_rate("sqrt", 1, 0, 1), "base_batch_size=0 must be above 0"),
-        (lambda: random_matrix_rule("lars"), "'lars' has no random-matrix rule, only sgd, "),
+        (lambda: random_matrix_rule("lars"), "'lars' has no random-matrix rule, unlike sgd, "),
         (lambda: adamw_timescale(0, 1, 1, 1), "learning_rate=0 must be above 0"),
         (lambda: adamw_timescale(1, 0.0, 1, 1), "weight_decay=0.0 must be above 0"),
         (lambda: adamw_weight_decay(0, 1, 1, 1), "timescale=0 must be above 0"),

@@ -297,7 +297,7 @@ def test_arrays_on_one_device_and_bare_parameters():
         ({**PARAMS_SPECS, "other": P()}, "must have the structure of params or be a prefix"),
         (
             {**PARAMS_SPECS, "kernel": P(None, None, "data")},
-            r"\['kernel'\]=P.* has more axes than the parameter, which has the shape \(4, 4\)",
+            r"\['kernel'\]=P.* has more entries than the parameter has axes; it has the shape \(4, 4\)",
         ),
         (
             {**PARAMS_SPECS, "kernel": "data"},

@@ -25,7 +25,7 @@ P = PartitionSpec
 RATE = optim.warmup(0.1, 10, 2)
 RULES = [("^layers", {"layer_axes": (0,)}), ("bias$", {"adapt": False, "decay": False}), ("", {})]
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-LEAVES = {  # shape, and split axes; full leaves have sizes that are not divisible
+LEAVES = {  # (shape, spec); the sizes of full leaves are not divisible by the mesh
     "first": {"kernel": ((16, 5), P("data")), "bias": ((24,), P(("data", "model")))},
     "last": ((6, 16), P(None, ("data", "model"))),
     "columns": ((5, 6), P(None, "model")),

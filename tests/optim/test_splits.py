@@ -1,4 +1,4 @@
-"""The full shape and split axes of a leaf inside shard_map, from a spec and from a name."""
+"""Tests the full shape and split axes of a leaf inside shard_map, from a spec and from a name."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,8 @@ def test_the_shard_of_an_array_belongs_to_the_device():
 
 def test_specs_that_do_not_fit():
     with pytest.raises(
-        ValueError, match=r"axis_name=.*'data', 'model'.* has more axes than the parameter 'w'"
+        ValueError,
+        match=r"axis_name=.*'data', 'model'.* has more entries than the parameter 'w' has axes",
     ):
         inside(P("data", "model"), (8,), P("data"))
     with pytest.raises(ValueError, match=r"axis_name=\('data',\) is not bound here"):

@@ -1,4 +1,4 @@
-"""Stages from the count or an argument, sums over devices, masks, and invalid arguments."""
+"""Tests stages from the count or an argument, sums over devices, masks, and invalid arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def test_the_local_gradient_is_clipped():
         grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2
     )
     _, state = apply(jax.tree.map(lambda leaf: 2 * leaf, message))
-    assert float(state.mu["bias"][0]) == 0.0  # no gradient before
+    assert float(state.mu["bias"][0]) == 0.0  # masked: no gradient in the warm-up
     tx = optim.onebit_adam(0.1, freeze_step=1, clip_global_norm=1.0, mask_unseen=False)
     message, apply = tx.message(
         grads, tx.init(PARAMS), PARAMS, stage=staged.COMPRESSED, num_devices=2
@@ -126,7 +126,7 @@ def test_masked_rows_find_nnx_paths():
 def test_rows_that_are_not_there():
     tx = optim.onebit_adam(0.1, freeze_step=1, masked_rows=[("bias", (1, 9))])
     with pytest.raises(
-        ValueError, match=r"masked_rows=\(1, 9\) are not rows of the parameter 'bias', which"
+        ValueError, match=r"masked_rows=\(1, 9\) must be a range of rows of the parameter 'bias'"
     ):
         trained(tx, 2)
 
@@ -161,7 +161,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", REDUCING)
 def test_one_bit_does_not_move_elements_of_tiny_second_moments_far(name):
-    """An element has a gradient of 1e-6 where others have 1, like pixels at the edge of an image."""
+    """One element has a gradient of 1e-6 and the others of 1, like pixels at the edge of an image."""
     params = {"w": jnp.ones(4)}
     first = {"w": jnp.array([1.0, -1.0, 1.0, 1e-6])}
 

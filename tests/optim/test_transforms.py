@@ -1,4 +1,4 @@
-"""Every transform with dtypes, jit, shardings, Optax's wrappers, NNX, and unusual trees."""
+"""Tests every transform with dtypes, jit, shardings, Optax's wrappers, NNX, and unusual trees."""
 
 import functools
 import inspect
@@ -217,7 +217,7 @@ def test_strict_promotion(name, dtype):
     with jax.numpy_dtype_promotion("strict"):
         tx = TRANSFORMS[name](RATE)
         state = jax.eval_shape(tx.init, params)
-        # Under jit, a transform with stages traces each of them.
+        # Under jit, a transform with stages traces each stage.
         updates, after = jax.eval_shape(tx.update, grads, state, params, **extra)
     assert types(after) == types(state)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

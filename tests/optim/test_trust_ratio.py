@@ -1,4 +1,4 @@
-"""The layerwise ratio: stacks, shards, zeros, narrow dtypes and other norms."""
+"""Tests the layerwise ratio: stacks, shards, zeros, narrow dtypes and other norms."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""0/1 Adam: the stage of each update, compared with counters as in DeepSpeed."""
+"""Tests 0/1 Adam: compares the stage of each update with counters like DeepSpeed's."""
 
 import itertools
 

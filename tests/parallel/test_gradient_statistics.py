@@ -206,7 +206,7 @@ def test_optimizers_without_second_moments() -> None:
             state_lib.make_init(run.task, tx, run.train_set.gather(np.zeros(1, np.int64))),
             jax.random.key(0),
         )
-        with pytest.raises(ValueError, match="keeps no second moment for each parameter"):
+        with pytest.raises(ValueError, match="has second moments that do not match the parameters"):
             check_second_moments(state)
 
 

@@ -45,7 +45,7 @@ ERRORS = [
     ("duration", "30 epochs 100 steps", ": '30 epochs 100 steps' is not a dura"),
     ("duration", "3 fortnights", ": .*unknown unit 'fortnights'.*epochs"),
     ("duration", "0 steps", "='0 steps' is less than one update"),
-    ("duration", "50 percent", ": '50 percent' needs a number above 0"),
+    ("duration", "50 percent", ": '50 percent' needs a finite number above 0"),
     ("schedule.warmup", "200 percent", ": 200 percent.*at most 100"),
     ("schedule.scaling", "legww", "='legww' is unknown; use .*legw"),
     (
@@ -75,7 +75,7 @@ ERRORS = [
     ("optimizer.collect", "yes", "='yes' has the wrong type; use True or False"),
     ("optimizer.mu_dtype", "bflt", "config.optimizer.mu_dtype='bflt' must be a floating"),
     ("optimizer.mu_dtype", jax.numpy.bfloat16, "=.*'bfloat16'"),
-    ("optimizer.rules", "none", "config.optimizer.rules='none' is unknown; known: all"),
+    ("optimizer.rules", "none", "config.optimizer.rules='none' is unknown; use one of all"),
     ("optimizer.rules", [("foo$", {}), ("", {})], r"config.optimizer: .*'foo\$' matches no"),
     ("optimizer.rules", [("bias", {})], "config.optimizer: no rule matches .*hidden0/kernel"),
     ("optimizer", None, "=None is not a section; use a ConfigDict"),

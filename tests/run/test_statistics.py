@@ -184,7 +184,7 @@ def grouped(size: int | None) -> ConfigDict:
                 "accumulation_steps": 2,
                 "optimizer": {"name": "lars", "learning_rate": 1.0, "rules": "no_bias_no_norm"},
             },
-            (f"{KEY}.preconditioned", ..., "the optimizer keeps no second moment for each"),
+            (f"{KEY}.preconditioned", ..., "the optimizer has second moments that do not match"),
         ),
         (1, on(per_example=65), (f"{KEY}.per_example", 65, "is out of range", "use 2 to 64, the")),
         (1, on(per_example=1), (f"{KEY}.per_example", 1, "is out of range", "use 2 to 64, the")),

@@ -84,7 +84,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant(Rule):
-    """Does not change the batch size with which training begins.
+    """Keeps the batch size with which training begins.
 
     >>> Constant(granularity=8).next_batch(64, {}, examples=10_000)
     64
@@ -157,7 +157,7 @@ def read(statistics: Mapping[str, float], name: str) -> float:
     """Returns a statistic as a Python number; raises ValueError if it is missing."""
     if name not in statistics:
         raise ValueError(
-            f"the rule needs the statistic {name!r}; measured: {', '.join(statistics) or 'none'}"
+            f"the rule needs the statistic {name!r}, but it has only: {', '.join(statistics) or 'none'}"
         )
     return float(statistics[name])
 

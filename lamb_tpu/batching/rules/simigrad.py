@@ -16,7 +16,7 @@ from lamb_tpu.optim.checks import is_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimiGrad(Bounded):
-    """Grows the batch by a tenth if the gradients of its two halves differ too much, else shrinks it.
+    """Grows or shrinks the batch by a tenth, depending on the similarity of its halves' gradients.
 
     Needs the statistic `similarity`, the cosine of these gradients, see `batching.similarity`. If
     the cosine is below the target, the batch grows by a tenth; if it is above, the batch shrinks by
@@ -94,8 +94,8 @@ def wanted_batch(
 def round_to_granularity(wanted: int, batch: int, granularity: int) -> int:
     """Returns the wanted batch size, rounded down to a positive multiple of the granularity.
 
-    If the wanted batch is larger than the current batch, but the rounded batch is not, the result
-    is one granularity larger.
+    If the wanted batch is larger than the current batch but the rounded batch is not, adds one
+    granularity to the rounded batch.
 
     >>> [round_to_granularity(wanted, 24, 8) for wanted in (21, 24, 26, 40)]
     [16, 24, 32, 40]

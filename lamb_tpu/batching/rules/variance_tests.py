@@ -1,4 +1,4 @@
-r"""AdAdaGrad's tests require a batch size at which gradients vary little in relation to their mean.
+r"""Rules with AdAdaGrad's tests, which require that gradients vary little relative to their mean.
 
 References:
   Byrd, Chin, Nocedal, Wu, Sample size selection in optimization methods for machine learning,
@@ -48,7 +48,7 @@ class NormTest(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerProductTest(Bounded):
-    r"""Grows the batch with the variance of inner products of gradients and mean; never shrinks it.
+    r"""Grows the batch if inner products of gradients with their mean vary much; never shrinks it.
 
     The test requires the batch size
     :math:`\lceil Var(\langle g_i, g \rangle) / (\theta^2 |g|^4) \rceil`.
@@ -79,7 +79,7 @@ class InnerProductTest(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Augmented(InnerProductTest):
-    r"""Grows the batch to the larger size that the inner-product and orthogonality tests require.
+    r"""Grows the batch to the size at which the inner-product and orthogonality tests pass.
 
     The batch never shrinks. The orthogonality test limits the gradient components that are
     orthogonal to the mean. This test requires the batch size

@@ -49,7 +49,7 @@ def test_every_rule_gives_multiples_within_bounds(name, batch) -> None:
 def test_numbers_that_are_not_finite_leave_the_batch(name) -> None:
     nothing = dict.fromkeys(STATISTICS, math.nan)
     assert _make(name).next_batch(64, nothing, examples=0) == 64
-    with pytest.raises(ValueError, match="the rule needs the statistic .*; measured: loss"):
+    with pytest.raises(ValueError, match="the rule needs the statistic .*, but it has only: loss"):
         _make(name).next_batch(64, {"loss": 1.0}, examples=0)
 
 

@@ -1,4 +1,4 @@
-"""The norm test, the inner-product test and the augmented test."""
+"""Tests the norm test, the inner-product test and the augmented test."""
 
 import pytest
 
