@@ -8,8 +8,8 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
 
 WORKDIR /opt/lamb_tpu
 
-# The libraries first: this layer stays while only the code changes. setup.py looks for the folders,
-# and the version is in the file of the package.
+# Install the libraries first, so that this layer stays valid if only the code changes. The build needs
+# the two folders, and reads the version from lamb_tpu/__init__.py.
 COPY pyproject.toml setup.py requirements.txt README.md LICENSE ./
 COPY lamb_tpu/__init__.py lamb_tpu/
 RUN mkdir configs experiments \
@@ -19,7 +19,7 @@ RUN mkdir configs experiments \
 COPY . .
 RUN pip install --no-cache-dir --no-deps --editable .
 
-# Pods and hosts with TPUs start the image as root, who owns the devices; all else as this user.
+# Pods and hosts with TPUs start the image as root, who owns the devices; otherwise use this user.
 USER lamb_tpu
 
 CMD ["python", "-m", "lamb_tpu", "--help"]

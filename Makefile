@@ -1,19 +1,19 @@
-# Each target does its own set-up on a machine with only Python >= 3.11: `make setup` builds .venv
-# once and again only when the pinned requirements, the package's metadata or the interpreter change.
+# A machine needs only Python >= 3.11: each target first runs `make setup`, which builds .venv, and
+# rebuilds it if the pinned requirements, the package's metadata or the interpreter change.
 #   make demo            the batch-scaling study on handwritten digits (under 3 minutes on 2 cores)
-#   make test            the tests but the long ones                   (under half an hour on 2 cores)
-#   make test FILES='tests/optim tests/test_cli.py'       those of some folders or files
-#   make lint            what ruff finds or would format, and mypy in lamb_tpu
-#   make format          the layout of ruff
+#   make test            all tests except the long ones                (under half an hour on 2 cores)
+#   make test FILES='tests/optim tests/test_cli.py'       the tests of some folders or files
+#   make lint            the checks of ruff, and of mypy in lamb_tpu
+#   make format          formats the code with ruff
 #   make test-long       the tests marked long
-#   make test-all        both
+#   make test-all        all tests
 #   make test-faults     runs killed at 20 moments: random, around decisions, with residuals; tables
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make attack          1,000 bad inputs and 60 kills over all commands; writes the page of outcomes
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
 #                        installs them and PyTorch
 #   make docs            the documentation site in site/docs, with its links checked (under 3 minutes)
-#   make report          the pages of all that was measured: experiments/report, and HTML in site
+#   make report          the pages of all measurements: experiments/report, and HTML in site
 #   make bench FLAGS=--data_dir=FOLDER   the benchmarks; FOLDER has MNIST's original files. Rows of
 #                        PyTorch need the extra bench: .venv/bin/pip install -e '.[bench]'
 #   make bench-distribution   one run on 1 to 8 devices and 1 to 4 processes: differences, traffic

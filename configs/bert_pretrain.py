@@ -136,7 +136,7 @@ RECIPES = {
         ),
     ),
 }
-# LAMB's settings where they differ from those of the paper's authors. NVIDIA uses apex's FusedLAMB, which
+# LAMB's settings that differ from those of the paper's authors. NVIDIA uses apex's FusedLAMB, which
 # corrects the moments' bias. DeepSpeed's settings are from deepspeed_bsz64k_lamb_config_seq128.json,
 # with the eps of FusedLamb. FusedLamb's kernel also adapts parameters without decay.
 _LAMB: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             "the config's argument batch",
             arg.batch,
             f"has no effect with recipe={arg.recipe}",
-            "use --config.phases.phase_1.batch_size in its place, or recipe=paper",
+            "set --config.phases.phase_1.batch_size instead, or use recipe=paper",
         )
     config = base_config()
     config.data.name = "masked_lm"
@@ -240,7 +240,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         config.optimizer.collect = True
         config.parallel.exchange = ConfigDict({"name": "onebit"})
     elif arg.optimizer == "lamb":
-        # Keep the trust ratios and norms of every layer in the state, to record them.
+        # Store the trust ratios and norms of every layer in the state, so that they are recorded.
         config.optimizer.collect = True
         config.optimizer.update(_LAMB.get(arg.recipe, {}))
         if arg.recipe == "deepspeed":

@@ -42,7 +42,7 @@ batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU
 their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop
 the last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
 decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with 0.9 per
-update they would mostly reflect old weights. model=resnet18 uses the same rates, which were not
+update, the averages would mostly reflect old weights. model=resnet18 uses the same rates, which were not
 tuned for it.
 `epochs=` scales the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a
 CPU.

@@ -1,8 +1,7 @@
 """Settings of the documentation site, which `make docs` builds with Sphinx.
 
-Sphinx's source folder is the checkout. Therefore the pages that lie beside the code, the recipes
-and the measurements are pages of the site, and their relative links work on the site and on a Git
-server.
+Sphinx's source folder is the checkout. Therefore the pages beside the code, the recipes and the
+measurements are pages of the site, and their relative links work on the site and on a Git server.
 
 Sphinx with MyST-NB renders Markdown, notebooks and docstrings together, as on the sites of Optax
 and Flax. The theme furo has search, light and dark modes, and a layout for phones.

@@ -1,4 +1,4 @@
-"""Entry point of `python -m lamb_tpu`, which equals the command `lamb_tpu`."""
+"""Entry point of `python -m lamb_tpu`, which is equivalent to the command `lamb_tpu`."""
 
 from lamb_tpu import command
 

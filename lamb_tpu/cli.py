@@ -20,7 +20,7 @@ from lamb_tpu.errors import Preempted, UserError, hint, out_of_range, shown
 from lamb_tpu.files import reading
 from lamb_tpu.spec import parse, section_of
 
-# Command-line arguments for ml_collections, without the overrides that `overrides` parses itself.
+# Command-line words for ml_collections: all except the overrides that `overrides` parses.
 _ARGV: list[str] = []
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -65,7 +65,7 @@ def define_process_flags() -> None:
     flags.DEFINE_string(
         "coordinator_address",
         None,
-        "HOST:PORT at which process 0 listens; the same for all processes. This flag, "
+        "HOST:PORT at which process 0 listens; the same for all processes. The values of this flag, "
         "--num-processes and --process-id are detected on TPU VMs and GKE, and under SLURM, Open "
         "MPI and lamb_tpu.launch. The environment variables JAX_COORDINATOR_ADDRESS, "
         "JAX_NUM_PROCESSES and JAX_PROCESS_ID also set them.",
@@ -91,7 +91,7 @@ def define_process_flags() -> None:
 
 
 def answer_help() -> None:
-    """If --help was given, prints the help and exits; call it after defining flags, before slow imports.
+    """Prints the help and exits if --help was given; call after defining flags, before slow imports.
 
     Until `run_main`, Ctrl-C ends the process without a traceback.
     """
@@ -192,7 +192,7 @@ def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
 
 
 def _with_path(argv: list[str]) -> list[str]:
-    """Replaces the name of a shipped recipe in --config by the recipe's path."""
+    """Replaces the name of a shipped recipe in --config with the recipe's path."""
     words = list(argv)
     for number, item in enumerate(argv):
         if item in ("-config", "--config") and number + 1 < len(argv):
@@ -216,7 +216,7 @@ def _check_flag_files(argv: Sequence[str]) -> None:
 
 
 def _check_ends(flag: str, path: str) -> None:
-    """Rejects a pipe or a device: reading it may block, or never end."""
+    """Rejects a pipe, a socket or a device: reading it could block forever or never end."""
     try:
         category = reading.kind(path)
     except OSError:
@@ -227,7 +227,7 @@ def _check_ends(flag: str, path: str) -> None:
 
 def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
     if rest[1:]:
-        problem, remedy = "is unexpected", "start flags with --, see --help"
+        problem, remedy = "is unexpected", "start each flag with --; see --help"
         raise UserError(f"the argument {shown(rest[1])}", problem=problem, remedy=remedy)
     for name in flags.FLAGS:  # an empty path would mean the current folder
         flag = flags.FLAGS[name]
@@ -238,7 +238,7 @@ def _check_given(rest: Sequence[str], required: Sequence[str]) -> None:
             and not name.startswith("config.")
             and name not in required
         ):
-            remedy = "give a value, or leave it out"
+            remedy = "give a value, or omit the flag"
             raise UserError(terminal.dashed(f"--{name}"), problem="is empty", remedy=remedy)
     for name in required:
         if not flags.FLAGS[name].value:
@@ -342,8 +342,8 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     """Parses the command line, runs `main()`, which reads absl's flags, and exits.
 
     Prints a `UserError` as one sentence without a traceback, and exits with status 2. Unless the
-    command handles SIGTERM itself, SIGTERM ends it at once with status 75, which asks the caller to
-    start it again.
+    command handles SIGTERM, the signal ends it at once with status 75, which asks the caller to
+    start the command again.
     """
 
     def call(argv: Sequence[str]) -> None:

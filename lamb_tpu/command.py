@@ -3,7 +3,7 @@
 `lamb_tpu train ...` runs the same module as `python -m lamb_tpu.train ...`.
 """
 
-# Imports the standard library only: without the extra `train`, the command must still start and
+# Import only the standard library: without the extra `train`, the command must still start and
 # name the missing packages.
 import ast
 import os
@@ -19,8 +19,8 @@ import lamb_tpu
 from lamb_tpu import terminal
 from lamb_tpu.errors import hint
 
-# The module of each command. `python -m lamb_tpu.NAME` also runs it: if the module is in a
-# subpackage, lamb_tpu/NAME.py calls `run`.
+# The module of each command. `python -m lamb_tpu.NAME` also runs it; for a module such as
+# lamb_tpu.data.prepare_text, lamb_tpu/prepare_text.py calls `run`.
 MODULES = {
     "demo": "lamb_tpu.demo",
     "train": "lamb_tpu.train",
@@ -70,7 +70,7 @@ def main() -> None:
     if name.replace("-", "_") not in MODULES:
         near = hint(name, MODULES) or "."
         _fail(f"lamb_tpu has no command {name!r}{near} The commands are: {', '.join(MODULES)}")
-    # The command's arguments begin at index 1.
+    # Remove the command's name, so that its arguments begin at index 1.
     del sys.argv[1]
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # like `python -m`, for the user's modules
@@ -80,7 +80,7 @@ def main() -> None:
 def run(name: str) -> None:
     """Runs a command's module as a program with the arguments in `sys.argv`."""
     try:
-        # alter_sys makes the module sys.modules["__main__"], with whose docstring --help begins.
+        # alter_sys makes the module sys.modules["__main__"]; --help begins with its docstring.
         runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         _fail(f"lamb_tpu {name} needs {error.name}, which is not installed; {_remedy()}")
@@ -91,7 +91,7 @@ def _remedy() -> str:
     checkout = pathlib.Path(lamb_tpu.__file__).parents[1]
     if (checkout / "pyproject.toml").exists():
         return f"install the packages for training: pip install -e '{checkout}[train]'"
-    # lamb_tpu is in no package index, so it must be installed from a checkout.
+    # lamb_tpu is not on PyPI, so it must be installed from a checkout.
     return (
         "install the packages for training, in the folder of a checkout of lamb_tpu: "
         "pip install '.[train]'"
@@ -139,6 +139,6 @@ def _help() -> str:
 
 
 def summary(module: str) -> str:
-    """Returns the first line of a module's docstring, without the slow import of the module."""
+    """Returns the first line of a module's docstring without importing the module, which is slow."""
     path = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     return str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]

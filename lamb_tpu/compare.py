@@ -45,7 +45,7 @@ class Run(NamedTuple):
     evaluations: Sequence[Mapping[str, Any]]
 
     def points(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
-        """Returns the evaluations with a finite value of a metric, and these values."""
+        """Returns pairs (evaluation, value) for the evaluations with a finite value of a metric."""
         return [(r, r[metric]) for r in self.evaluations if isinstance(r.get(metric), float)]
 
     def position(self, record: Mapping[str, Any], against: str) -> float:
@@ -57,7 +57,7 @@ class Run(NamedTuple):
         return record[{"epochs": "epoch", "updates": "step"}[against]]
 
     def curve(self, metric: str, against: str) -> list[tuple[float, float]]:
-        """Returns (position, value) pairs of a metric in the training records, if it can be drawn."""
+        """Returns pairs (position, value) for the training records whose value can be drawn."""
         return [
             (self.position(record, against), record[metric])
             for record in self.trained
@@ -107,7 +107,7 @@ def choose_metric(
     if not names:
         if metric is not None:
             raise UserError(
-                "--metric", metric, "is given, but no run has an evaluation yet", "leave it out"
+                "--metric", metric, "is given, but no run has an evaluation yet", "omit the flag"
             )
         return None
     shared = set.intersection(*names)
@@ -123,7 +123,7 @@ def choose_metric(
         recorded = _of_training(runs)
         if not recorded:
             raise
-        more = f"metrics of the training records: {', '.join(recorded)}"
+        more = f"or a metric of the training records: {', '.join(recorded)}"
         remedy = f"{error.remedy}; {more}" if error.remedy else more
         raise UserError(error.key, error.value, error.problem, remedy) from None
 
@@ -225,7 +225,7 @@ def tables(runs: Sequence[Run], metric: tuple[str, str] | None) -> list[list[lis
 
 
 def _short(key: str, keys: Mapping[str, Any]) -> str:
-    """Returns a key without its section, if the rest is unique and clear."""
+    """Returns the last part of a key, or the full key if that part is not unique or is 'name'."""
     last = key.rpartition(".")[2]
     alike = [other for other in keys if other.rpartition(".")[2] == last]
     return key if last == "name" or len(alike) > 1 else last
@@ -295,7 +295,7 @@ def _looks(runs: Sequence[Run], metric: tuple[str, str] | None) -> list[dict[str
 
 
 def _is_drawn(value: Any) -> bool:
-    """Returns whether an axis can show a value: it is finite, and a range of such values is too."""
+    """Returns whether a value is small enough that the range of an axis cannot overflow."""
     return isinstance(value, float) and abs(value) <= _LARGEST
 
 

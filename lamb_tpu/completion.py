@@ -21,7 +21,7 @@ a file once:
 For zsh, ~/.zfunc must be in fpath before ~/.zshrc calls compinit. After an
 update, generate the script again.
 """
-# bash splits --flag=value into three words; shtab's function handles only `--flag value`.
+# bash splits --flag=value into three words, but shtab's function expects two. Drop the '='.
 _EQUALS = """
 _lamb_tpu() {
   local words=() position=0 index
@@ -101,7 +101,7 @@ def _of_flags(names: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Completes file names as values of options without a type and choices, except config keys."""
+    """Completes file names for options without a type or choices, except config keys."""
     import shtab
 
     for action in parser._actions:

@@ -43,7 +43,7 @@ class Registry(dict[str, Any]):
       section: config section with the component's fields; '' means the noun.
       name_key: config key that names the component; '' means `name` in the section.
       hidden: arguments that only the trainer sets.
-      fields: function from a component to its fields, in place of `fields_of`.
+      fields: function that returns the fields of a component, in place of `fields_of`.
       prefixes: components by the prefix of their names, such as 'tfds:'.
       default_name: name to use if the config has none; None means that the config must have one.
       none_is_default: whether None as the value of a field stands for the field's default.
@@ -71,7 +71,7 @@ class Registry(dict[str, Any]):
 
     @property
     def named_in_section(self) -> bool:
-        """True if `name` is in the section that has the fields; False for data and schedules."""
+        """True if the section with the fields also has `name`; False for data and schedules."""
         return self.name_key == f"{self.section}.name"
 
     def is_custom(self, name: object) -> bool:
@@ -161,7 +161,7 @@ class Registry(dict[str, Any]):
 
 
 def fields_of(made: Component, hidden: Collection[str] = ()) -> dict[str, Field]:
-    """Returns the arguments of a class or function, or a dataclass's fields, without hidden ones."""
+    """Returns the arguments of a class or function, or a dataclass's fields, except those in `hidden`."""
     read: Iterable[tuple[str, Any, Any]]
     if isinstance(made, type) and dataclasses.is_dataclass(made):
         read = [(f.name, f.type, _default(f)) for f in dataclasses.fields(made) if f.init]
@@ -181,7 +181,7 @@ def parameters(made: Component) -> list[inspect.Parameter]:
     # Read `__init__`, because NNX's metaclass hides the signature of a class.
     try:
         listed = list(inspect.signature(init if has_init else made).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # a built-in without a signature
         return []
     # The first parameter of `__init__` is self.
     return [

@@ -38,7 +38,7 @@ EVAL_FREE_KEYS = (*FREE_KEYS, "data.eval_split")
 
 
 def base_config() -> ConfigDict:
-    """Returns a config with every key at its default; a recipe changes values.
+    """Returns a config with every key at its default, for a recipe to change.
 
     configs/keys.md lists the keys, and `lamb_tpu.spec_keys` declares them. A duration is a string:
     '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the run). The sections of model,

@@ -13,8 +13,8 @@ from lamb_tpu.spec_checks import has_named_fields
 
 def failure(path: str, error: BaseException) -> UserError:
     """Turns an exception that the config file `path` raised into a UserError."""
-    # Show the innermost line within the config file. After a syntax error there is no frame of the
-    # file; the exception has the line.
+    # Show the innermost line within the config file. After a syntax error, no frame belongs
+    # to the file, but the exception has the line.
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -31,7 +31,7 @@ def failure(path: str, error: BaseException) -> UserError:
 def _of_key(path: str, error: BaseException) -> UserError | None:
     """Returns the error for a key that a ConfigDict rejected; None for other exceptions.
 
-    ConfigDict's message does not name the section, so this reads the frame of its method.
+    ConfigDict's message does not name the section, so read the section from the method's frame.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = frames[-1].f_locals if frames else {}
@@ -54,7 +54,7 @@ def _of_key(path: str, error: BaseException) -> UserError | None:
     if has_named_fields(where) and "value" in last:
         name, fields = _fields(where, config)
         if key in fields:
-            # The base config has only the name in this section, so the user must replace it.
+            # The base config has only the name in this section, so the user must replace the section.
             replacement = {**section.to_dict(), key: last["value"]}
             return UserError(
                 f"{where}.{key}",
@@ -66,7 +66,7 @@ def _of_key(path: str, error: BaseException) -> UserError | None:
             owner, known = repr(name), fields
         if "name" in section:
             remedy = (
-                f"; for another name replace the section: {where} = ConfigDict({{'name': ...}})"
+                f"; to use another name, replace the section: {where} = ConfigDict({{'name': ...}})"
             )
     unknown = unknown_key(where, key, known, owner)
     if "did you mean" not in unknown.remedy:
@@ -98,7 +98,7 @@ def _path(node: ConfigDict, section: ConfigDict, name: str) -> str | None:
 
 
 def _fields(where: str, config: ConfigDict) -> tuple[Any, list[str]]:
-    """Returns the name and fields of a section's component; no fields if it is unknown."""
+    """Returns the name and fields of a section's component; no fields if the component is unknown."""
     from lamb_tpu.run.categories import REGISTRIES  # late: it imports all components
 
     registry = REGISTRIES.get(where.removeprefix("config."))

@@ -71,7 +71,7 @@ def find(name: str, key: str) -> Callable[..., Any]:
                 and getattr(value, "__module__", None) == match["module"]
             ]
             has = ", ".join(public[:_LISTED]) or "no class or function"
-            raise UserError(key, name, "does not exist", f"{_title(component)} has: {has}")
+            raise UserError(key, name, "does not exist", f"{_title(component)} defines {has}")
         component = getattr(component, part)
     if not callable(component):
         raise UserError(key, name, f"names {component!r}", "name a class or a function")
@@ -110,7 +110,7 @@ def making(name: str, key: str) -> Iterator[None]:
     except _PASSED:
         raise
     except BaseException as error:
-        raise UserError(key, name, f"cannot be made{_describe(error)}") from error
+        raise UserError(key, name, f"cannot be built{_describe(error)}") from error
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def calling(what: str = "", failures: bool = False) -> Iterator[None]:
             raise
         blamed = blame(error)
         if blamed is None and what and isinstance(error, (SystemExit, GeneratorExit)):
-            problem, remedy = f"fails{_describe(error)}", "custom code must not end the command"
+            problem, remedy = f"fails{_describe(error)}", "remove the exit from the custom code"
             blamed = UserError(what, problem=problem, remedy=remedy)
         if blamed is None:
             raise
@@ -159,7 +159,7 @@ def _describe(error: BaseException, file: str | None = None) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file or (file is None and not frame.filename.startswith(_LIBRARIES)):
             position = f" at line {frame.lineno} of {frame.filename}"
-    # After a syntax error there is no frame of the file.
+    # After a syntax error, no frame belongs to the file.
     if isinstance(error, SyntaxError) and error.filename:
         position = f" at line {error.lineno} of {error.filename}"
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:300]
@@ -167,7 +167,7 @@ def _describe(error: BaseException, file: str | None = None) -> str:
 
 
 def receipt(names: Collection[object]) -> dict[str, dict[str, str]]:
-    """Returns the file and SHA-256 of the module of each custom component's name."""
+    """Maps the names of custom components to the file and SHA-256 digest of their modules."""
     files = {}
     for name in names:
         module = sys.modules.get(str(name).partition(":")[0]) if is_custom(name) else None

@@ -21,7 +21,7 @@ from lamb_tpu.files import buckets
 _PREEMPTED = "preempted; nothing that was saved is lost, start the same command again"
 _INTERRUPTED = "interrupted; nothing that was saved is lost"
 
-# Contains the exit status once the process must end early; else empty.
+# The exit status once the process must end early; empty until then.
 leaving: list[int] = []
 
 
@@ -37,7 +37,7 @@ def run(program: Callable[[], None]) -> None:
     """Runs a program; if it fails or is stopped, prints a message and exits.
 
     SIGTERM and Ctrl-C raise `Preempted` and KeyboardInterrupt in the main thread. If no exception
-    can be raised, they end the process. The status is 2 for a `UserError`, 130 after Ctrl-C, 75
+    can be raised, the signals end the process. The exit status is 2 for a `UserError`, 130 after Ctrl-C, 75
     after SIGTERM, `signals.LOST_PEER` if another process is gone, and 1 for a bug.
     """
     signals.ending.clear()
@@ -45,7 +45,7 @@ def run(program: Callable[[], None]) -> None:
     with signals.Watcher((end_preempted, _interrupt), _end_for_main_thread):
         # Commands that save before they end replace these handlers.
         signal.signal(signal.SIGTERM, end_preempted)
-        # A background job of a shell ignores Ctrl-C; leave that as it is.
+        # A shell's background job ignores Ctrl-C; do not change that.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, _interrupt)
         _guarded(program)
@@ -98,14 +98,14 @@ def _sentence(error: Exception, lost_output: str | None) -> str | None:
     if isinstance(error, RuntimeError) and "Unable to initialize backend" in reason:
         return (
             f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r} "
-            f"({reason}); unset it, or give a platform that this machine and jaxlib have"
+            f"({reason}); unset the variable, or give a platform that this machine and jaxlib have"
         )
     if _is_of_jax_import(error):
         return of_environment(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
         return (
-            f"out of memory ({reason}); make config.batch_size smaller, or "
-            "config.accumulation_steps larger; nothing that was saved is lost"
+            f"out of memory ({reason}); reduce config.batch_size, or increase "
+            "config.accumulation_steps; nothing that was saved is lost"
         )
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename!r}: {error.strerror}"
@@ -118,7 +118,7 @@ def _sentence(error: Exception, lost_output: str | None) -> str | None:
 def of_environment(error: Exception) -> str:
     """Returns a message for an error in the environment variables that JAX reads on import."""
     reason = printable(" ".join(str(error).split())[:300])
-    return f"JAX rejects an environment variable ({reason}); correct it, or unset it"
+    return f"JAX rejects an environment variable ({reason}); correct or unset the variable"
 
 
 def _is_of_jax_import(error: Exception) -> bool:
@@ -132,7 +132,7 @@ def _is_of_lost_peer(error: Exception) -> bool:
     """Returns whether a collective failed because another process has ended."""
     if "jax" not in sys.modules:
         return False
-    # The type depends on who waits for the result: JAX or NumPy, which raises a ValueError.
+    # JAX raises a JaxRuntimeError; NumPy, if it waits for the result, a ValueError.
     of_gloo = re.search("Gloo .*failed|(closed|reset) by peer", str(error), re.DOTALL)
     of_jax = isinstance(error, (sys.modules["jax"].errors.JaxRuntimeError, ValueError))
     return of_jax and of_gloo is not None
@@ -184,12 +184,12 @@ def _end(status: int, together: bool = False) -> NoReturn:
     signals.ending.set()  # ignore the signal with which the launcher ends the other processes
     terminal.lose_stdout()
     # A process must not wait at exit for the other processes, because they wait for it. The launcher
-    # does not import JAX and needs no such care.
+    # does not import JAX, so it waits for nothing.
     if "jax" in sys.modules:
         from lamb_tpu.cluster import distributed
 
         leaving[:] = [status]
-        # JAX's handler would destroy the client while a thread of XLA may still compile for it.
+        # JAX's handler would destroy the client while an XLA thread may still be compiling for it.
         if (api := sys.modules.get("jax._src.api")) is not None:
             atexit.unregister(api.clean_up)
         if together:

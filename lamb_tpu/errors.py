@@ -8,9 +8,8 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-# Characters that a terminal acts on, or that hide or reorder the text after them: C0 and C1
-# controls, direction marks, Unicode line separators, and lone surrogates, which cannot be encoded.
-# A tab is harmless.
+# Characters that a terminal acts on, or that hide or reorder the text after them: controls except tab,
+# direction marks, Unicode line separators, and lone surrogates, which cannot be encoded.
 CONTROLS = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff"
     "\ud800-\udfff"
@@ -18,7 +17,7 @@ CONTROLS = (
 _NOT_PRINTABLE = re.compile(f"[{CONTROLS}\n]")
 _LONGEST = 100  # characters of a value in a message
 _DEEPEST = 3  # levels of nested lists and dictionaries that a message shows
-_MOST, _LAST = 4000, 1000  # characters of a message, and of its end, which has the remedy
+_MOST, _LAST = 4000, 1000  # longest message, in characters; length of its end, which is not cut
 ABSENT = ...  # the value of an error that shows no value
 
 
@@ -26,8 +25,8 @@ def printable(text: str) -> str:
     """Makes a text safe to print on one line.
 
     File names, records and tables may come from other people, and a control character in them could
-    change the terminal or forge a line of output. Escapes such characters like `repr`, and cuts
-    the middle out of a long text.
+    change the terminal or forge a line of output. Escapes such characters as `repr` does, and
+    cuts the middle out of a long text.
     """
     if len(text) > _MOST:
         left_out = len(text) - _MOST
@@ -36,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def escape(text: str, characters: re.Pattern[str]) -> str:
-    r"""Replaces the characters that a pattern matches by escapes such as \n or \u202e."""
+    r"""Replaces the characters that match a pattern with escapes such as \n or \u202e."""
     return characters.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -125,14 +124,14 @@ class ArgumentError(UserError, ValueError):
 
 
 class Preempted(BaseException):
-    """SIGTERM asked the run to end; it resumes when it is started again.
+    """SIGTERM asked the run to end; the run resumes when it is started again.
 
-    Commands exit with status 75, `os.EX_TEMPFAIL`. Like KeyboardInterrupt, it is not an Exception.
+    Commands exit with status 75, `os.EX_TEMPFAIL`. Like KeyboardInterrupt, this is not an Exception.
     """
 
 
 class Interrupted(Preempted):
-    """Ctrl-C asked the run to end; it has saved as after SIGTERM. The exit status is 130."""
+    """Ctrl-C asked the run to end, and the run was saved as after SIGTERM. The exit status is 130."""
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@
       --config.init_from=FOLDER
 
 Prints one JSON object with the metrics of the run's evaluation split, or of --split. Files that a
-task writes, such as predictions.json, go into DIR; with another split than the run's, their names
-begin with SPLIT_. --config must be the run's config with all its overrides. It is needed only to
+task writes, such as predictions.json, go into DIR; if --split differs from the run's split, their
+names begin with SPLIT_. --config must be the run's config with all its overrides. It is needed only to
 change keys that may differ, such as the folder of the data. Without --config, DIR/config.json may
 name only custom code that your own modules define; --trust-workdir allows other names too.
 
@@ -27,7 +27,7 @@ if __name__ == "__main__":  # answer --help before the imports below, which take
     cli.define_process_flags()
     cli.define_trust_flag()
     flags.DEFINE_string(
-        "step", None, "Completed updates of the checkpoint, or 'best'; default: the newest."
+        "step", None, "Checkpoint: its completed updates, or 'best'; default: the newest."
     )
     flags.DEFINE_string("split", None, "Split to evaluate; default: the run's evaluation split.")
     cli.answer_help()
@@ -80,7 +80,7 @@ def evaluate_checkpoint(
       trust_workdir: whether a config from the workdir may name any custom code; see `trust`.
 
     Returns:
-      The metrics, and as `step` the number of completed updates of the checkpoint.
+      The metrics, and `step`: the number of completed updates of the checkpoint.
 
     Raises:
       UserError: the config is wrong, differs from the run's or names code that is not trusted, or
@@ -113,7 +113,7 @@ def evaluate_checkpoint(
         writes=False,
     ) as checkpoints:
         restored = None
-        # The newest checkpoint records which one is the best, and by which metric.
+        # The newest checkpoint records which checkpoint is the best, and by which metric.
         if step in (None, "best"):
             restored = checkpoints.restore_latest(run.saved_state)
         if step == "best" and restored is not None:
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
             if step is None:
                 raise UserError(
                     f"--workdir {folder.path}",
-                    problem="has no best checkpoint, because its config.checkpoint.best is None or it "
+                    problem="has no best checkpoint, because config.checkpoint.best is '' or the run "
                     "has had no evaluation yet",
                     remedy=f"use --step={listed(checkpoints.steps())}",
                 )
@@ -162,7 +162,7 @@ def _best(state: TrainState, saved: Mapping[str, Any], decides: Callable[[], Run
     record = position.observers["best"]
     best = Best(record["metric"], record["mode"])
     best.restore(record)
-    if position.eval_due:  # the run was preempted in its evaluation
+    if position.eval_due:  # the run was preempted during an evaluation
         best.evaluated(int(state.step), make_evaluator(decides())(state))
     return best.step
 
@@ -187,8 +187,8 @@ def evaluate_weights(config: Config | None, split: str | None = None) -> dict[st
     new = start.match.new
     if new:
         problem = (
-            f"lacks {len(new)} arrays of the model, which would be random, such as "
-            f"{new[0].partition('/')[2]}"
+            f"lacks {len(new)} of the model's arrays, such as {new[0].partition('/')[2]}, which would "
+            "be random"
         )
         raise UserError("config.init_from", spec.init_from, problem, "train from it first")
     _print("; ".join([start.describe_weights(), *start.notes]))
@@ -212,7 +212,7 @@ def _for_evaluation(spec: Spec, split: str) -> Spec:
             # `prepare` loads a training set too; use the evaluation split for it.
             "data.train_split": split,
             "data.eval_split": split,
-            # Plain SGD has no moments, for which there may be no memory.
+            # Plain SGD has no moments, which might not fit into memory.
             "optimizer": Component("sgd", {"learning_rate": 0.0}),
             "batch_size": 1,
         },
@@ -242,7 +242,7 @@ def main() -> None:
             values.config, values.workdir, step, values.split, values.trust_workdir
         )
     elif step is not None:
-        raise UserError("--step", step, "needs the --workdir of a run", "give it")
+        raise UserError("--step", step, "needs the --workdir of a run", "give --workdir")
     else:
         metrics = evaluate_weights(values.config, values.split)
     if jax.process_index() == 0:

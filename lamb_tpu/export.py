@@ -3,7 +3,7 @@
   python -m lamb_tpu.export --workdir=DIR --output=FOLDER
 
 FOLDER receives config.json and model.safetensors. Hugging Face's transformers can read the folder
-of a BERT, which also has vocab.txt and tokenizer_config.json if the run was on text. timm can read
+of a BERT, which also has vocab.txt and tokenizer_config.json if the run trained on text. timm can read
 the folder of a ResNet (as resnet18 ... resnet152) or EfficientNet (as tf_efficientnet_b0 ... b7):
 
   timm.create_model('local-dir:FOLDER', pretrained=True)
@@ -23,7 +23,7 @@ from lamb_tpu import cli
 if __name__ == "__main__":  # answer --help before the imports below, which take seconds
     flags.DEFINE_string("workdir", None, "Folder of the run.")
     flags.DEFINE_string("output", None, "Folder to write.")
-    flags.DEFINE_integer("step", None, "Completed updates of the checkpoint; default: newest.")
+    flags.DEFINE_integer("step", None, "Checkpoint: its completed updates; default: the newest.")
     flags.DEFINE_bool("unfinished", False, "Export a run that has not ended.")
     cli.answer_help()
 
@@ -126,7 +126,7 @@ def _bert(weights: Weights, folder: pathlib.Path) -> None:
 def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
     module = models.MODULES[NETWORKS[name]]
     for field, value in weights.model.items():
-        # Any other field makes the network differ from that in timm. Compare values as JSON, because
+        # Any other field makes the network differ from timm's. Compare values as JSON, because
         # config.json has lists in place of the module's tuples.
         default = getattr(module, field, None)
         if field not in _OF_TRAINING and json.dumps(value) != json.dumps(default):
@@ -134,13 +134,13 @@ def _of_timm(weights: Weights, name: str, folder: pathlib.Path) -> None:
                 f"--workdir {weights.folder}: config.model.{field}",
                 value,
                 f"differs from timm's {name}",
-                f"use {default!r}",
+                f"export a run with {default!r}",
             )
     try:
         tensors = to_timm(name, weights.variables())
     except UserError as error:
         raise error.at(f"--workdir {weights.folder}") from None
-    # config.model may leave num_classes at its default, so take it from the weights.
+    # config.model may leave num_classes at its default, so count the classes in the weights.
     classes = len(tensors["fc.bias" if name.startswith("resnet") else "classifier.bias"])
     settings = {"architecture": name, "num_classes": classes}
     settings["pretrained_cfg"] = {"num_classes": classes, **_preprocessing(weights)}

@@ -144,7 +144,8 @@ def fit(value: Any, kind: Any) -> Any:
 
 
 def _describe_items(kind: Any, plural: str = "") -> str:
-    """
+    """Describes a sequence type without its article.
+
     >>> _describe_items(tuple[tuple[int, int], ...])
     ' tuple of tuples of 2 whole numbers'
     """

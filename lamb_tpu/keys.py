@@ -22,7 +22,7 @@ def page() -> str:
         "# Keys of a config",
         "",
         "A recipe starts from these defaults and changes some of them. On the command line, set a key "
-        "by `--config.KEY=VALUE`. A duration is text: '30 epochs', '1000 steps', '50000 examples' or "
+        "with `--config.KEY=VALUE`. A duration is text: '30 epochs', '1000 steps', '50000 examples' or "
         "'5 percent' (of the run). [lamb_tpu.spec_keys](../lamb_tpu/spec_keys.py) declares the keys, "
         "and `python -m lamb_tpu.keys` generates this page.",
         "",

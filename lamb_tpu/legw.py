@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # --help does not need these slow imports
     from matplotlib.figure import Figure
 
 _NOTE = """\
-LEGW (arXiv:1901.08256): k times the batch size takes sqrt(k) times the learning
-rate and k times the warm-up epochs. The warm-up is linear from 0 and has the
-same number of updates at every batch size. All other settings stay as tuned at
-the base batch size; durations keep their number of epochs. A recipe does the
-same with --config.schedule.scaling=legw; config.schedule.base_batch_size,
-config.schedule.warmup and config.optimizer.learning_rate then are the settings
-of the base batch size.
+LEGW (arXiv:1901.08256): for k times the batch size, use sqrt(k) times the
+learning rate and k times the warm-up epochs. The warm-up is linear from 0 and
+has the same number of updates at every batch size. All other settings stay as
+tuned at the base batch size; durations keep their number of epochs. A recipe
+does the same with --config.schedule.scaling=legw. Then give the settings of the
+base batch size in config.schedule.base_batch_size, config.schedule.warmup and
+config.optimizer.learning_rate.
 
 examples:
   python -m lamb_tpu.legw --base-batch=128 --base-lr=0.1 \\
@@ -172,7 +172,7 @@ def read_batches(text: str) -> list[int]:
 def _whole(flag: str, text: str) -> int:
     if not re.fullmatch(r"\s*[0-9][0-9_]{0,17}\s*", text) or int(text) < 1:
         problem = "is not a whole number of examples above 0"
-        examples = "20, 20,100,640 or 20..640" if flag == "--batches" else "128"
+        examples = "20..640 or 20,100,640" if flag == "--batches" else "128"
         raise UserError(flag, text, problem, f"give a value such as {examples}")
     return int(text)
 
@@ -183,7 +183,7 @@ def _number(flag: str, text: str, least: str = "above 0") -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= _MOST or (value == 0 and least == "above 0"):
-        raise out_of_range(flag, text, f"a number {least}, at most a million")
+        raise out_of_range(flag, text, f"a number {least} and at most a million")
     return value
 
 
@@ -219,7 +219,7 @@ def main(options: argparse.Namespace) -> None:
     examples = _whole("--num-examples", options.num_examples)
     epochs = None if options.epochs is None else _number("--epochs", options.epochs)
     if max(batches) > examples:
-        problem = f"is larger than an epoch, --num-examples={examples}"
+        problem = f"is larger than an epoch (--num-examples={examples})"
         raise UserError("--batches", max(batches), problem, f"use at most {examples}")
     if options.output is not None:
         from lamb_tpu import style

@@ -51,7 +51,7 @@ class Override(NamedTuple):
 
 
 def load(recipe: str, changes: Mapping[str, Any] = {}) -> Spec:
-    """Returns the config of a recipe with changed values, as from the command line.
+    """Returns the config of a recipe with changed values.
 
     `changes` maps dotted keys to values. For keys in `SECTIONS`, a value may also be text, as on the
     command line.
@@ -263,7 +263,7 @@ def _section(config: Mapping[str, Any] | None, section: str) -> dict[str, Any]:
 def _check_file_fits(config: ConfigDict, override: Override, given: Collection[str]) -> None:
     """Rejects a component named on the command line if it lacks fields that the file sets.
 
-    Call it after names and presets are applied; `given` has all keys of the command line.
+    Call this after names and presets are applied; `given` has all keys of the command line.
     """
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)
@@ -273,7 +273,7 @@ def _check_file_fits(config: ConfigDict, override: Override, given: Collection[s
     misfits = [key for key in fields if key not in known]
     other = ", ".join(presets.PRESETS.get(name, {}))
     preset = fields.get("preset") if override.section == "optimizer" else None
-    # A wrong preset on the command line has another message.
+    # Another check reports a wrong preset on the command line.
     misfit = f"{override.where}.preset" not in given and preset and preset not in other.split(", ")
     if misfit and not misfits:
         problem = (

@@ -4,15 +4,15 @@
 
 The figure curves.png shows the quantities in metrics.jsonl against updates. If the run was trained
 with --config.optimizer.collect=True, a second figure, layers.png, shows trust ratios and relative
-step lengths of the adaptive layers, from the network's first layer to its last. Both are written
-into the workdir; --out=FILE.png writes FILE.png and FILE_layers.png.
+step lengths of the adaptive layers, from the network's first layer to its last. Both figures
+are written into the workdir; --out=FILE.png writes FILE.png and FILE_layers.png.
 """
 
 from absl import flags
 
 from lamb_tpu import cli
 
-if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+if __name__ == "__main__":  # answer --help before the imports below, which take seconds
     flags.DEFINE_string("workdir", None, "Folder of the run, or of one of its phases.")
     flags.DEFINE_string("out", None, "PNG file for the curves; default: curves.png in the workdir.")
     cli.answer_help()
@@ -54,7 +54,7 @@ def curve_figure(trained: Records, evaluated: Records, title: str = "") -> Figur
     """Plots every recorded quantity against updates; training and evaluation share a panel."""
     names = panels(trained, evaluated)
     if not names:
-        raise ValueError("there are no records")
+        raise ValueError("trained and evaluated have no numbers to plot; pass at least one record")
     columns = min(len(names), 2 if len(names) <= 4 else 3)
     rows = -(-len(names) // columns)
     figure = style.figure(4.6 * columns, 2.9 * rows + 0.4)
@@ -103,7 +103,7 @@ def _draw(axes: Axes, name: str, trained: Records, evaluated: Records) -> None:
         if not points:
             continue
         look = style.numbered(number)
-        # Markers help to see few points, but would hide a line through many.
+        # Markers make a few points visible, but would hide a line through many.
         look["marker"] = look["marker"] if len(points) <= 30 else None
         axes.plot(*zip(*points), **look, linewidth=1.3, markersize=4, label=text)
     style.dress(axes, label, "updates", label)
@@ -132,7 +132,7 @@ def layer_figure(history: History, layers: Sequence[str] | None = None, title: s
     known = [name.removeprefix("ratios/") for name in names if name.startswith("ratios/")]
     layers = known if layers is None else list(layers)
     if not known or not layers:
-        raise ValueError("there are no diagnostics; build the optimizer with collect=True")
+        raise ValueError("history has no layer diagnostics; build the optimizer with collect=True")
 
     def rows(quantity: str) -> np.ndarray:
         return np.array(
@@ -204,7 +204,7 @@ def _adapting(layers: Sequence[str], table: str) -> list[str]:
         for columns in (re.split(r" {2,}", row) for row in table.splitlines()[1:])
         if len(columns) > 5 and columns[5] == "yes"
     }
-    # A stacked parameter has one row in the table, and a name for each layer: kernel[3].
+    # A stacked parameter has one row in the table, but a name for each layer, such as kernel[3].
     return [layer for layer in layers if re.sub(r"\[[\d,]+\]$", "", layer) in adapting]
 
 
@@ -241,7 +241,7 @@ def main() -> None:
         layers_path = path.with_name(f"{path.stem}_layers.png")
     trained, evaluated, layers = map(run.records, ("train", "eval", "layers"))
     if not trained and not evaluated:
-        remedy = "wait for the first, which the run writes after config.log.every"
+        remedy = "wait for the first record, which the run writes after config.log.every"
         raise UserError(run.metrics, problem="has no records yet", remedy=remedy)
     try:
         _save(curve_figure(trained, evaluated, _title(run)), path)

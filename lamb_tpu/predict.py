@@ -74,7 +74,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     vocabulary, cased = saved_text
     if len(vocabulary) != config.vocab_size:
         problem = f"has {len(vocabulary):,} words, but the network has {config.vocab_size:,}"
-        remedy = "replace it by the network's vocab.txt"
+        remedy = "replace it with the network's vocab.txt"
         raise UserError(f"{weights.folder}/vocab.txt", ABSENT, problem, remedy)
     # If it is unknown whether the vocabulary is cased, treat it as uncased, like transformers.
     ids = encode(text, vocabulary, bool(cased))

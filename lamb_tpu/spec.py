@@ -1,7 +1,7 @@
 """Parsing of configs into typed, frozen values.
 
-Users write a `ConfigDict`, which commands first convert with `parse`. Code below the commands takes
-a `Spec`, or only the section that it needs. `as_dict` converts a `Spec` back to nested
+Users write a `ConfigDict`, which commands first convert with `parse`. All other code takes a
+`Spec`, or only the section that it needs. `as_dict` converts a `Spec` back to nested
 dictionaries, and `flatten` converts it to the form of config.json.
 """
 
@@ -21,10 +21,10 @@ Config: TypeAlias = Spec | ConfigDict | Mapping[str, Any]
 
 
 def parse(config: Config) -> Spec:
-    """Returns the typed and frozen form of a config; a `Spec` is returned as it is.
+    """Returns the typed and frozen form of a config; returns a `Spec` unchanged.
 
     Does not check the fields of model, task, optimizer, data set, batch rule and exchange; building
-    them does.
+    the components does.
 
     Raises:
       UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
@@ -126,7 +126,7 @@ def _overlay(base: dict[str, Any], overlay: Mapping[str, Any], path: str) -> Non
 
 
 def changed(spec: Spec, changes: Mapping[str, Any]) -> Spec:
-    """Returns a config with other values or sections, which `changes` maps from dotted keys.
+    """Returns a config in which the values or sections of the dotted keys in `changes` are replaced.
 
     >>> changed(Spec(), {"checkpoint.keep": 5, "model": {"name": "lenet"}}).checkpoint.keep
     5

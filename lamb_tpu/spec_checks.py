@@ -76,7 +76,7 @@ def _check_length(key: str, value: Any) -> None:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Yields a value and all items of nested lists, without recursion, as lists may be deep."""
+    """Yields a value and all items of nested lists, without recursion, because lists may be deep."""
     level = [value]
     while level:
         yield from level
@@ -105,8 +105,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                     f"config.{prefix}{key}",
                     value,
                     "cannot be saved",
-                    "use numbers, text, booleans, None and lists of them (a dtype by its name, "
-                    "such as 'bfloat16')",
+                    "use numbers, text, booleans, None, or lists of these; give a dtype by its name, "
+                    "such as 'bfloat16'",
                 ) from None
     return flat
 
@@ -132,7 +132,7 @@ def check_values(config: Mapping[str, Any]) -> None:
                     f"config.{key}",
                     flat[key],
                     "has no effect while config.target.metric is ''",
-                    "set the metric to one of the evaluation, such as 'accuracy', or give "
+                    "set config.target.metric to a metric of the evaluation, such as 'accuracy', or give "
                     f"config.{key}={off}",
                 )
     pattern = config["init"]["new_parameters"]
@@ -157,7 +157,7 @@ def _check_details(key: spec_keys.Key, value: Any) -> None:
     if details.known and value not in details.known:
         raise unknown(name, value, details.known)
     if details.is_path and value == "":  # an empty path would mean the current folder
-        remedy = "give a path, or leave it out for none"
+        remedy = "give a path, or None"
         raise UserError(name, problem="is empty", remedy=remedy)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
@@ -187,7 +187,7 @@ def _check_size(key: str, value: Any) -> None:
         raise UserError(f"config.{key}", value, "is not finite", "use a finite number")
     for each in _items(value):
         if isinstance(each, float) and math.isnan(each):
-            raise UserError(f"config.{key}", value, "is not a number", "use a number")
+            raise UserError(f"config.{key}", value, "contains NaN", "use numbers only")
         if isinstance(each, float) and each > seconds:
             raise out_of_range(f"config.{key}", value, f"at most {seconds:,}")
         if isinstance(each, int) and abs(each) > most:

@@ -58,7 +58,7 @@ class Component:
 
 
 def plain(value: Any) -> Any:
-    """Replaces frozen mappings by plain dictionaries, at any depth."""
+    """Replaces frozen mappings with plain dictionaries, at any depth."""
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
     return value
@@ -76,7 +76,7 @@ def _open(text: str, **fields: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data set."""
+    """Settings of the data set."""
 
     name: str = _key("digits", "Name of the data set, or 'package.module:Name' of a custom one.")
     train_split: str = _key("train", "Split to train on, such as 'train[:90%]'.")
@@ -90,7 +90,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """The use of the weights from `init_from`."""
+    """Settings for starting from the weights in `init_from`."""
 
     optimizer_state: str = _key(
         "reset",
@@ -165,7 +165,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Evaluations."""
+    """Settings of evaluations."""
 
     every: str = _key("1 epochs", "Time between evaluations.")
     batch_size: int = _key(
@@ -191,7 +191,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoints."""
+    """Settings of checkpoints."""
 
     every: str = _key("1 epochs", "Time between checkpoints.")
     keep: int = _key(3, "Number of newest checkpoints to keep.", least=1)
@@ -209,7 +209,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """Records and logs."""
+    """Settings of records and logs."""
 
     every: str = _key("10 steps", "Time between records.")
     tensorboard: bool = _key(True, "Also write the records for TensorBoard.")
@@ -226,7 +226,7 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The loop over updates."""
+    """Settings of the training loop."""
 
     updates_per_call: int = _key(
         1,
@@ -298,7 +298,7 @@ class Guards:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """Collectives, shardings and gradient exchange."""
+    """Settings of collectives, shardings and the gradient exchange."""
 
     backend: str = _key(
         "jit",

@@ -1,7 +1,7 @@
 """The common plot style: one look per optimizer, axes with units.
 
-Colour, marker and dashes each distinguish up to eight lines: in greyscale, on white or black, and
-with any colour vision. On a phone that is 390 pixels wide, a figure's text is 11 pixels high.
+Up to eight lines differ in colour, marker and dashes, so they stay distinct in greyscale, on a light
+or dark page, and with any colour vision. On a phone that is 390 pixels wide, text is 11 pixels high.
 """
 
 import io
@@ -49,7 +49,7 @@ OPTIMIZERS = {
     "nesterov": Look("Nesterov", "#A64B13", "<", (0, (12, 3))),
     "adagrad": Look("Adagrad", "#6B5D6A", "X", (0, (1, 3))),
 }
-# Colours for lines that are not optimizers: the optimizers' colours in order, and a neutral grey.
+# Colours for lines that do not stand for an optimizer: the optimizers' colours in order, and a neutral grey.
 COLORS = tuple(look.color for look in OPTIMIZERS.values())
 NEUTRAL = "0.5"
 # Colour map for layers, first to last, and for values, small to large.
@@ -77,7 +77,7 @@ def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """Returns arguments of `Axes.plot` for a line that is not an optimizer, by its index.
+    """Returns arguments of `Axes.plot` for a line that does not stand for an optimizer, by its index.
 
     Looks repeat after `MOST` lines; to draw more, use several axes and `chunks`.
     """
@@ -90,7 +90,7 @@ def looks(optimizers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
     An optimizer has the same look in every figure. A second line of an optimizer has its colour,
     with the dashes and marker of an optimizer that is not in the figure. If an optimizer has three
-    lines or no look, the lines are numbered instead; see `numbered`.
+    lines or no look, all lines are numbered instead; see `numbered`.
     """
     lines = list(optimizers.values())
     if any(name not in OPTIMIZERS or lines.count(name) > 2 for name in lines):
@@ -136,7 +136,7 @@ def figure(width: float, height: float) -> Figure:
 def stacked(
     heights: Sequence[float], names: Sequence[Sequence[str]] = ()
 ) -> tuple[Figure, list[SubFigure]]:
-    """Returns a figure with panels below one another, and these panels; `heights` are in inches.
+    """Returns a figure with panels stacked vertically, and the panels; `heights` are in inches.
 
     `names` has the legend's names for each panel; the rows of the legend make the panel higher.
     """
@@ -158,15 +158,15 @@ def _rows(labels: Sequence[str]) -> int:
 
 
 def figure_path(text: str, flag: str, suffix: str = ".png") -> pathlib.Path:
-    """Returns the path of a figure that the flag `flag` gives.
+    """Returns the path of a figure from `text`, the value of a flag.
 
-    Rejects another suffix, and a file that cannot be written.
+    Rejects a path without the suffix `suffix`, and a file that cannot be written.
     """
     path = buckets.local(text, flag)
     if path.suffix != suffix or not path.parent.is_dir():
         article = "an" if suffix == ".svg" else "a"
         problem = f"is not {article} {suffix} file in a folder that exists"
-        raise UserError(flag, path, problem, "give another path, or make the folder")
+        raise UserError(flag, path, problem, "give another path, or create the folder")
     writing.check_target(path, flag)
     return path
 
@@ -176,8 +176,8 @@ def legend_below(
 ) -> None:
     """Adds a legend below a figure or panel, in up to 6 columns, for the axes `of`, or for all axes.
 
-    A legend of very many lines would leave no space for the axes. Above `_NAMES` lines, it names
-    the first lines and counts the rest.
+    A legend of very many lines would leave no space for the axes. With more than `_NAMES` lines,
+    it names the first lines and counts the rest.
     """
     lines_by_label: dict[str, Any] = {}
     for axes in figure.axes if of is None else of:  # type: ignore[union-attr]
@@ -233,7 +233,7 @@ def dress(
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    """Makes the x axis logarithmic, with ticks at the batch sizes; if they are many, at some of them."""
+    """Makes the x axis logarithmic, with ticks at the batch sizes, or at some of them if space is short."""
     axes.set_xscale("log", base=2)
     # Adjacent labels must not touch.
     length = axes.bbox.width / axes.figure.dpi
@@ -246,7 +246,7 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 def log_axis(axes: Axes) -> None:
     """Makes the y axis logarithmic; call after drawing the lines.
 
-    Within two decades, ticks have plain numbers such as 120, not Matplotlib's 1.2 x 10^2.
+    If the axis spans less than two decades, ticks have plain numbers such as 120, not 1.2 x 10^2.
     """
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -333,7 +333,7 @@ def svg(figure: Figure) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "lamb_tpu"}):
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     head, start, rest = text.getvalue().partition("<defs>")
-    # Matplotlib's default black becomes the text colour.
+    # Replace Matplotlib's default black with the text colour.
     return head + _SVG_THEME + start + rest.replace("#000000", "currentColor")
 
 

@@ -8,8 +8,8 @@
       --search='optimizer.b2=linear(0.9,0.999)' \\
       --search=optimizer.name=lamb,adamw --trials=8 --seeds=3 --dry-run
 
-A key is searched in a range, log(LOW,HIGH) or linear(LOW,HIGH), or in a list of values. If all are
-lists, the search is the grid of all combinations. Otherwise --trials points come from a scrambled
+A key is searched in a range, log(LOW,HIGH) or linear(LOW,HIGH), or in a list of values. If all keys
+have lists, the search is the grid of all combinations. Otherwise --trials points come from a scrambled
 Halton sequence, which covers the ranges evenly: a larger --trials keeps the first points and does
 not run them again. The metric is measured on config.data.eval_split; to spare the test set, search
 with --config.data.train_split='train[:90%]' --config.data.eval_split='train[90%:]'.
@@ -28,7 +28,7 @@ from absl import flags
 from lamb_tpu import cli, limits
 
 if __name__ == "__main__":  # answer --help before the imports below, which take seconds
-    cli.define_run_flags(workdir="Folder of the sweep. A sweep in it is resumed.")
+    cli.define_run_flags(workdir="Folder of the sweep; an existing sweep in it is resumed.")
     flags.DEFINE_multi_string(
         "search", None, "KEY=log(LOW,HIGH), KEY=linear(LOW,HIGH) or KEY=A,B,C"
     )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 from lamb_tpu import limits
 from lamb_tpu.errors import CONTROLS, UserError, escape, hint, printable, shown
 
-# The size of a default terminal window; all printed text is fitted to it.
+# The size of a default terminal window; printed text is wrapped to its width.
 COLUMNS, ROWS = 80, 24
 # Does not match newlines, which the program prints itself, or the sequence that shows the cursor.
 _CONTROLS = re.compile(f"(?!\x1b\\[\\?25h)[{CONTROLS}]")
@@ -26,7 +26,7 @@ class Guard:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         # rich looks up the original stream in this attribute, and writes colours and progress bars
-        # to it unescaped; `fit` makes its messages safe.
+        # unescaped to that stream; `fit` makes the messages of rich safe.
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
@@ -115,7 +115,7 @@ def respell(arguments: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def dashed(text: str) -> str:
-    """Replaces _ by - in the flags of a text, but not in config keys.
+    """Replaces _ with - in the flags of a text, but not in config keys.
 
     >>> dashed("--[no]print_config, --num-processes=1 and --config.batch_size=64")
     '--[no]print-config, --num-processes=1 and --config.batch_size=64'
@@ -183,10 +183,10 @@ class Parser(argparse.ArgumentParser):
             raise CollectedParser(self)
         words = sys.argv[1:] if arguments is None else arguments
         check_words(words)
-        remedy = "give a value, or leave it out"
+        remedy = "give a value, or omit the flag"
         for word in words:
             if word.startswith("-") and word.endswith("=--"):  # argparse would return an empty list
-                raise UserError(word[:-3], problem="is --", remedy=remedy)
+                raise UserError(word[:-3], problem="must not be --", remedy=remedy)
         options = self.parse_args(arguments)
         for name, value in vars(options).items():
             values = value if isinstance(value, list) else [value]
@@ -204,7 +204,7 @@ def check_words(words: Sequence[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            remedy = "give its text in UTF-8, and rename a file or folder with such a name"
+            remedy = "use UTF-8, and rename a file or folder whose name is not UTF-8"
             raise UserError(f"the argument {shown(word)}", ..., "is not UTF-8", remedy) from None
 
 
@@ -216,7 +216,7 @@ def count(least: int = 0, most: int = limits.MAX_COUNT) -> Callable[[str], int]:
         if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
             raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
         if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{shown(int(text))} is not at least {least}")
+            raise argparse.ArgumentTypeError(f"{shown(int(text))} is less than {least}")
         if int(text) > most:
             raise argparse.ArgumentTypeError(
                 f"{shown(int(text))} is more than {most:,}, the largest valid number"
@@ -290,7 +290,7 @@ def check_current_folder() -> None:
     try:
         os.getcwd()
     except OSError:
-        problem = "does not exist any more"
+        problem = "no longer exists"
         raise UserError("the current folder", ..., problem, "change to another folder") from None
 
 
@@ -352,7 +352,7 @@ class _Lasting:
             _discard(self._stream)
         if self._name == "stdout":
             print(
-                f"standard output cannot be written ({error.strerror}); the run goes on without it",
+                f"standard output cannot be written ({error.strerror}); the run continues without it",
                 file=sys.stderr,
                 flush=True,
             )

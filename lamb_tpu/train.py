@@ -148,7 +148,7 @@ def _train_seeds(
     }
     if failed:
         (seed, error), *more = failed.items()
-        others = f"; also failed: seeds {', '.join(str(each) for each, _ in more)}" if more else ""
+        others = f"; more failed seeds: {', '.join(str(each) for each, _ in more)}" if more else ""
         key, value, problem, remedy = error.args
         raise Diverged(f"the run of seed {seed}: {key}", value, problem, f"{remedy}{others}")
     metrics = [each for each in results if not isinstance(each, Diverged)]
@@ -175,7 +175,7 @@ def train_together(
     describes the arguments and errors; `profile` applies to the first run.
 
     Returns:
-      For each run the metrics of its last evaluation, or the error if it diverged.
+      For each run, the metrics of its last evaluation, or the error if the run diverged.
     """
     cache = programs.kept_in(pathlib.Path(workdirs[0]).parent, every=True)
     with cache, Preemption(begins=False) as preemption:

@@ -136,8 +136,8 @@ class Training:
 
     Attributes:
       current: the recipe with the batches decided so far.
-      is_over: whether the run was complete when this start began.
-      eval_due, save_due: whether the state must be evaluated, and then saved.
+      is_over: whether the run was already complete when it was started.
+      eval_due, save_due: whether an evaluation or a save of the state is due; the evaluation comes first.
     """
 
     run: Run
@@ -187,7 +187,7 @@ class Training:
             self.session.poll(f"update {self.step}")
             self.session.begin()
 
-            # A call of several updates ends at the first update that the lines below must see.
+            # A call of several updates ends at the first update after which the code below must act.
             count = self.updating.count(self.step)
             observers.updating(self.step)
             made = yield together.Call(self.updating, self.step, count, self.state)
@@ -222,11 +222,11 @@ class Training:
                 self.metrics = self.evaluate(self.state)
             self.eval_due = False
             if nonfinite(self.metrics):
-                # If an update has caused this, the guards raise here and name that update.
+                # If an update caused the non-finite metrics, the guards raise here and name that update.
                 self.observers.fetched(self.updates.fetch())
             self.observers.evaluated(self.step, self.metrics)
-        # Save after the evaluation: it may make this the best checkpoint or end the run, and a
-        # resumed run must not repeat it.
+        # Save after the evaluation, which may make this the best checkpoint or end the run: a
+        # resumed run must not repeat the evaluation.
         if self.save_due or (self.observers.end_reason and self.step > self.session.saved_step):
             with self.observers.paused(self.step, "save"):
                 self._save()
@@ -283,7 +283,7 @@ class Training:
                 f"{ended} before the first update; start the same command again"
             ) from None
         if step > self.session.saved_step:  # the notice may arrive right after a save
-            # The same checks as before any save: a bad state must not become a checkpoint.
+            # Run the same checks as before any save: a bad state must not become a checkpoint.
             self.observers.saving(step, self.state)
             self.observers.fetched(self.updates.fetch())
             self._save()

@@ -59,7 +59,7 @@ def _rejected(name: str, key: str, folder: pathlib.Path) -> str | None:
     """Returns why a name is rejected; None if it is allowed or cannot be imported."""
     module = name.partition(":")[0]
     reason = _of_module(module, key, name, folder)
-    # The module cannot be imported: the value is other text, or `custom.find` will report it.
+    # If the module cannot be imported, the value is other text, or `custom.find` reports the error.
     if reason is not None or module not in sys.modules:
         return reason
     component = custom.find(name, key)
@@ -101,7 +101,7 @@ def _of_file(module: str, origin: str | None, folder: pathlib.Path) -> str | Non
     if is_library(origin):
         return f"{module} belongs to an installed package, Python or lamb_tpu ({origin})"
     if pathlib.Path(os.path.realpath(origin)).is_relative_to(folder):
-        return f"{module} is in the same folder"
+        return f"{module} is in the folder of that file"
     return None
 
 

@@ -6,8 +6,8 @@ partitioning and XLA's passes stay the same; only the machine code is slower. `c
 XLA_FLAGS to `flags()` before jax starts, so that commands started by tests use these options too. A
 session with only long tests uses XLA's defaults.
 
-A test marked `optimized` compiles as for a user. Mark a test that measures memory or time, reads
-the compiled program, or depends on the rounding of the users' code.
+A test marked `optimized` compiles with XLA's defaults, as users do. Mark a test that measures memory
+or time, reads the compiled program, or depends on the rounding of optimized code.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ class End:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     def check(self, status: int) -> "End":
-        """Asserts how the command ended, and that its output is only a few lines."""
+        """Asserts the exit status, and that stderr has no traceback and only a few lines."""
         assert self.status == status, (self.status, self.out, self.err)
         assert "Traceback" not in self.out + self.err, self.err
         assert len(self.err.splitlines()) <= 4, self.err

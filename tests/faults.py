@@ -1,4 +1,4 @@
-"""Ends runs of two processes by signals at random moments, and examines what remains.
+"""Ends runs of two processes with signals at random moments, and examines the remaining files.
 
 lamb_tpu.launch starts the run, as for a user, and the signals go to one or all of its processes.
 """

@@ -12,8 +12,8 @@ from matplotlib.transforms import Bbox
 
 from lamb_tpu import style
 
-PHONE = 390  # pixels of a narrow screen's width
-READABLE = 10.8  # pixels of the smallest readable text
+PHONE = 390  # width of a narrow screen, in pixels
+READABLE = 10.8  # height of the smallest readable text, in pixels
 
 
 def look(line: Any) -> tuple[str, str]:

@@ -1,8 +1,8 @@
-"""A small imitation of Google Cloud Storage for tests: the JSON API over HTTP, with objects in memory.
+"""A small fake of Google Cloud Storage for tests: the JSON API over HTTP, with objects in memory.
 
 Objects are written atomically and cannot be appended to or renamed. Every write creates a new
 generation, which a request may require (`ifGenerationMatch`). gcsfs, google-cloud-storage and
-TensorStore use this server like Google's.
+TensorStore use this server as they use Google's.
 """
 
 import base64
@@ -199,7 +199,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = urllib.parse.unquote(actual[3] or "")
         named = name or query.get("name", "")
         if status := store.reject(self.command, named):
-            raise Rejected(status, f"{named} is refused")
+            raise Rejected(status, f"{named} is rejected")
         if bucket != BUCKET:
             raise Rejected(404, "The specified bucket does not exist.")
         if kind == "/upload":
@@ -252,13 +252,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
             metadata, data = message.get_payload()
             name = name or json.loads(metadata.get_payload(decode=True))["name"]
-            # The parser would change line ends within the data.
+            # The parser would change line endings within the data.
             separator = b"--" + str(message.get_boundary()).encode()
             part = body.split(separator)[2]
             data = re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1]
             data = re.sub(rb"\r?\n$", b"", data) if not data.endswith(b"\r\n") else data[:-2]
             if status := store.reject(self.command, name):
-                raise Rejected(status, f"{name} is refused")
+                raise Rejected(status, f"{name} is rejected")
             return self._json(store.write(name, data, query))
         name = name or json.loads(body)["name"]
         upload = f"{len(store.uploads)}"

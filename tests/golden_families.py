@@ -164,7 +164,7 @@ def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None
     shown: list[tuple[Any, Any]] = []
     for key, known in {"reduction": ("sum", "mean"), "loss": ("sum_over_time", "mean")}.items():
         if hyper.get(key, known[0]) not in known:
-            raise NotImplementedError(f"{key} is {hyper[key]!r}; here it is one of {known}")
+            raise NotImplementedError(f"{key}={hyper[key]!r} is not supported; use one of {known}")
     if name == "label_smoothing":
         shown = [(recorded["logits"].shape, (hyper["rows"], hyper["classes"]))]
     elif name == "ptb_batching":
@@ -182,14 +182,14 @@ def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None
             Settings(unread).check_empty("a search")
     for actual, expected in shown:
         if actual != expected:
-            raise ValueError(f"{name}: {expected} in the settings, {actual} in the arrays")
+            raise ValueError(f"{name}: the settings give {expected}, but the arrays give {actual}")
 
 
 def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
     """Repeats an entry of a recurrent network with the function for its implementation."""
     name = entry["implementation"]
     if name not in _LSTM:
-        raise ValueError(f"the implementation {name!r} is unknown; known: {', '.join(_LSTM)}")
+        raise ValueError(f"implementation={name!r} is unknown; use one of {', '.join(_LSTM)}")
     if name in _LSTM_SETTINGS:
         known = _LSTM_SETTINGS[name]
         unread = {key: value for key, value in entry["hyper"].items() if key not in known}

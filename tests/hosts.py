@@ -19,7 +19,7 @@ SECONDS = 300.0  # limit for a run, after which its processes are killed
 
 
 def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
-    """Becomes a process of a run; returns whether its program must still be run."""
+    """Turns this fork into a process of a run; returns True, as the caller must run its program."""
     os.environ |= {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(count),

@@ -7,7 +7,7 @@ from lamb_tpu import cli
 
 
 def _unused() -> None:
-    raise AssertionError("needs --print-config")
+    raise AssertionError("--print-config is missing; add it to the command")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pytest hooks for the rule that a test takes under 5 s or is marked long.
 
 A test's time is the CPU time of its process and of the child processes that it waited for, without
-fixtures. Other work on the machine also increases it, so it is divided by how many times slower a
+fixtures. Other work on the machine also increases this time, so it is divided by how many times slower a
 fixed computation runs just after the test than on the reference machine. A test over 5 s is
 reported. A test over 30 s fails; the limit is so high because times on a small machine vary.
 """

@@ -15,7 +15,7 @@ def folder() -> pathlib.Path:
 
 
 def shared(*parts: str) -> pathlib.Path:
-    """Returns the path of `parts` in the shared folder; skips the calling test if it is absent."""
+    """Returns the path of `parts` in the shared folder; skips the calling test if the path is absent."""
     path = folder().joinpath(*parts)
     if not path.exists():
         missing("/".join(parts))

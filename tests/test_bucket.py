@@ -46,7 +46,7 @@ def check(bucket: gcs.Store, trained: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def history(_bucket_server: gcs.Store) -> History:
-    """Returns the writes of a run, except those of its lock; each record is written at once."""
+    """Returns the writes of a run that uploads each record at once, except the writes of its lock."""
     _bucket_server.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(uploads, "_SECONDS", 0)
@@ -218,7 +218,7 @@ def test_errors(bucket: gcs.Store) -> None:
     with pytest.raises(UserError, match="^--workdir gs://bucket/x holds no run: config.json is mi"):
         evaluate_checkpoint(None, "gs://bucket/x")
     bucket.reject = lambda method, name: 403 * (method == "POST")
-    printed = r"^--workdir gs://bucket/x cannot be written \(no permission: .*refused\); give another folder"
+    printed = r"^--workdir gs://bucket/x cannot be written \(no permission: .*rejected\); give another folder"
     with pytest.raises(UserError, match=printed):
         train(tiny.digits(), "gs://bucket/x", quiet=True)
     assert not bucket.blobs

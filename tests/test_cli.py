@@ -304,7 +304,7 @@ def test_a_signal_ends_a_main_thread_that_is_deaf(
 
 
 def test_a_signal_while_a_thread_of_xla_compiles() -> None:
-    """JAX's exit handler would destroy objects that the thread still uses, and so crash the process."""
+    """JAX's exit handler would destroy objects that the thread still uses, which crashes the process."""
     code = (
         "from lamb_tpu import cli\nimport threading, time, jax, jax.numpy as jnp\n"
         "def deep(x):\n"
@@ -399,7 +399,7 @@ def test_what_a_system_or_a_lost_process_raises_becomes_a_message(
         assert "Traceback" in text and "something else" in text
     for text, reason in ((memory, "allocating 8 bytes"), (of_numpy, "allocate 7 TiB")):
         assert text.startswith("error: out of memory (") and text.count("\n") == 1
-        assert f"{reason}); make config.batch_size smaller, or config.accumulation" in text
+        assert f"{reason}); reduce config.batch_size, or increase config.accumulation" in text
     assert full == "error: '/there': No space left on device\n"
 
 

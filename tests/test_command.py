@@ -152,7 +152,7 @@ def test_current_folder_is_searched_for_modules(tmp_path: pathlib.Path) -> None:
     done = printed()
     assert done.returncode == 0, done.stderr
     assert "config.model.width = 7  # default of my_net:net\n" in done.stdout
-    done = printed(PYTHONSAFEPATH="1")  # then Python does not search the folder
+    done = printed(PYTHONSAFEPATH="1")  # with this, Python does not search the current folder
     assert done.returncode == 2 and "needs the module 'my_net', which" in done.stderr
 
 

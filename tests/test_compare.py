@@ -177,7 +177,7 @@ def test_a_metric_of_the_training_records(tmp_path: pathlib.Path) -> None:
     output = call(*folders, "--metric=noise_scale", f"--output={tmp_path / 'x.png'}")
     assert "best accuracy" in output
     with pytest.raises(
-        UserError, match="accuracy.*loss; metrics of the training records: noise_scale"
+        UserError, match="accuracy.*loss; or a metric of the training records: noise_scale"
     ):
         call(*folders, "--metric=noise", f"--output={tmp_path / 'x.png'}")
     assert matplotlib.image.imread(tmp_path / "x.png").std() > 0.05

@@ -26,7 +26,7 @@ from tests import tiny
         ),
         (
             "config.task.blocks = 16",
-            "for another name replace the section: config.task = ConfigDict(",
+            "to use another name, replace the section: config.task = ConfigDict(",
         ),
         ("config.batchsize = 64", "config.batchsize is unknown; config has: accumulation_steps, "),
         ("config['batchsize'] = 64", "; did you mean config.batch_size?"),

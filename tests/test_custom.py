@@ -26,9 +26,8 @@ def test_names() -> None:
     assert custom.find("collections.abc:Mapping.get", "config.x").__name__ == "get"
 
 
-# Each entry has a section, the name of its component or its fields, and part of the problem; in some
-# entries, then the key (below the section) and the value in the error; in some, then part of the
-# remedy.
+# Each entry has a section, the name of its component or its fields, and part of the problem. Some
+# entries also have the error's key (below the section) and value, and some part of the remedy.
 ERRORS: dict[str, tuple[Any, ...]] = {
     "form": ("model", "my_linen:", "is not the name of a component"),
     "path": ("model", "./my_linen.py:Net", "is not the name of a"),
@@ -59,7 +58,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "syntax": ("model", "my_misspelt:f", "cannot be imported at line"),
     "constant": ("model", "my_broken:NUMBER", "names 3"),
     "number": ("model", "my_broken:returns_number", "returns 3"),
-    "refused": ("model", {"name": "my_broken:refuses", "width": 3}, "cannot be made at line 20 of"),
+    "refused": ("model", {"name": "my_broken:refuses", "width": 3}, "cannot be built at line 20 of"),
     "required": ("model", "my_broken:refuses", "is missing", "width", ..., "set it, because model"),
     "field": (
         "model",
@@ -112,7 +111,7 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "split's name": (
         "data",
         {"name": "my_arrays:rings", "eval_split": "validation"},
-        "cannot be made at line 8 of",
+        "cannot be built at line 8 of",
     ),
     "rate": ("optimizer", "my_broken:rateless", ": my_broken:rateless has no argument", "", ...),
     "transform": (
@@ -241,7 +240,7 @@ def test_command_line_values_have_the_types_of_the_arguments(custom_folder: path
 LEAVING = "custom module my_leaving"
 # A config section, the custom code in it that exits, and the expected error.
 EXITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    "model": ("model", "made", ("config.model.name", "my_leaving:made", "cannot be made at line")),
+    "model": ("model", "made", ("config.model.name", "my_leaving:made", "cannot be built at line")),
     "aborts": ("model", "aborted", ("config.model.name", "my_leaving:aborted", ": Abort: enough")),
     "closes": ("model", "closed", ("config.model.name", "my_leaving:closed", ": GeneratorExit")),
     "init": ("model", "init", (LEAVING, ..., ": SystemExit")),
@@ -251,7 +250,7 @@ EXITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "gather": ("data", "Examples", ("config.data.name", "my_leaving:Examples", ": SystemExit: 0")),
     "optimizer": ("optimizer", "optimizer", (LEAVING, ..., ": SystemExit")),
     "update": ("optimizer", "update", (LEAVING, ..., ": SystemExit")),
-    "library": ("model", "sys:exit", ("config.model.name", "sys:exit", "cannot be made: System")),
+    "library": ("model", "sys:exit", ("config.model.name", "sys:exit", "cannot be built: System")),
 }
 
 
@@ -265,7 +264,7 @@ def test_exit_is_an_error(custom_folder: pathlib.Path, tmp_path: pathlib.Path, n
 
 
 def test_exit_in_a_thread_that_reads_ahead(custom_folder: pathlib.Path) -> None:
-    """Otherwise the exit would end only the thread, and the run would wait for a batch forever."""
+    """An unhandled exit would end only the thread, and the run would wait for a batch forever."""
     source = data.load("my_leaving:Examples", "train", options={"allowed": 3})
     loader = data.TrainLoader(source, 64, 0)
     with rejected(LEAVING, ..., ": SystemExit: 0"):

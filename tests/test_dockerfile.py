@@ -60,7 +60,7 @@ def test_code_is_installed_last_and_by_another_user_than_root() -> None:
 def test_files_exist_and_none_of_them_is_ignored() -> None:
     *copied, target = of("COPY")[0].split()
     assert target == "./" and all((ROOT / name).is_file() for name in copied)
-    assert of("COPY")[1] == "lamb_tpu/__init__.py lamb_tpu/"  # which has the version
+    assert of("COPY")[1] == "lamb_tpu/__init__.py lamb_tpu/"  # this file has the version
     ignored = [
         line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"
     ]

@@ -27,7 +27,7 @@ from tests.parallel.exchange import spread
 from tests.parallel.nets import BATCH_NORM, LAMB, difference
 
 UPDATES = 4
-# `Spread` adds a residual to gradients, many of which are smaller, so that rounding errors are large.
+# Large rounding errors: `Spread` adds a residual to gradients, many of which are smaller than it.
 CLOSE = 1e-4
 SPREAD = ConfigDict({"name": spread.NAME, "start": 2})
 MOMENTUM = ConfigDict({"name": "tests.parallel.exchange.spread:momentum", "learning_rate": 0.1})
@@ -108,7 +108,7 @@ def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(setting: 
         "momentum"
     ] * 2
     assert difference(state.params, plain(optimizer="momentum").params) < CLOSE
-    # During the warm-up, gradients are sent as they are, without a residual.
+    # During the warm-up, gradients are sent unchanged, without a residual.
     counts = state.parts["residual"]["kept"].whole["count"]
     assert np.unique(counts).tolist() == [2]
 

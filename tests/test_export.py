@@ -152,9 +152,12 @@ def test_image_network_in_timm_layout(photographs: pathlib.Path, tmp_path: pathl
     [
         (
             {"stem": "cifar"},
-            "config.model.stem='cifar' differs from timm's resnet18; use 'imagenet'",
+            "config.model.stem='cifar' differs from timm's resnet18; export a run with 'imagenet'",
         ),
-        ({"epsilon": 1e-3}, "config.model.epsilon=0.001 differs from timm's resnet18; use 1e-05"),
+        (
+            {"epsilon": 1e-3},
+            "config.model.epsilon=0.001 differs from timm's resnet18; export a run with 1e-05",
+        ),
         (
             {"name": "efficientnet_b0", "stages": [[1, 3, 1, 1, 16]]},
             r"config.model.stages=\[\[1, 3, 1, 1, 16\]\] differs from timm's tf_efficientnet_b0",

@@ -29,7 +29,7 @@ def _repeat(entry: dict[str, Any], **changes: Any) -> Any:
 def test_a_setting_without_a_meaning_is_an_error(entry: dict[str, Any]) -> None:
     with pytest.raises((ValueError, NotImplementedError)) as caught:
         _repeat(entry, warp_factor=9)
-    # An entry that we do not reproduce for another reason may report that reason first.
+    # An entry that we cannot reproduce may report the reason for this first.
     if isinstance(caught.value, ValueError):
         assert "warp_factor" in str(caught.value)
     else:

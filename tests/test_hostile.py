@@ -156,7 +156,7 @@ CASES = {
     ),
     "workdir is a device": train("cannot be written (File exists)", "--workdir=/dev/full"),
     "workdir too long": train("cannot be written (File name too long)", f"--workdir=@/{'x' * 300}"),
-    "workdir in bytes": train("is not UTF-8; give its text in UTF-8", "--workdir=@/\udcff"),
+    "workdir in bytes": train("is not UTF-8; use UTF-8", "--workdir=@/\udcff"),
     "workdir empty": train("--workdir is missing", "--workdir="),
     "evaluated file": Case(
         "@/x is not a folder; give the folder of a run", "evaluate", ["--workdir=@/x"], {"x": ""}
@@ -165,11 +165,11 @@ CASES = {
     "exported file": Case(NO_CONFIG, "export", ["--workdir=@/x", "--output=@/out"], {"x": ""}),
     "predicted file": Case(NO_CONFIG, "predict", ["--checkpoint=@/x", "--text=[MASK]"], {"x": ""}),
     "init_from empty": train(
-        "config.init_from is empty; give a path, or leave it out for none", "--config.init_from="
+        "config.init_from is empty; give a path, or None", "--config.init_from="
     ),
     "data.dir empty": train("config.data.dir is empty; give a path", "--config.data.dir="),
     "prepared_dir empty": train("config.data.prepared_dir is empty", "--config.data.prepared_dir="),
-    "out empty": plots("--out is empty; give a value, or leave it out", "--out="),
+    "out empty": plots("--out is empty; give a value, or omit the flag", "--out="),
     "output empty": Case("--output is missing", "export", ["--workdir=@", "--output="]),
     "split empty": Case("--split is empty", "evaluate", ["--workdir=@", "--split="]),
     "init_from a device": train("='/dev/zero' is not a folder", "--config.init_from=/dev/zero"),

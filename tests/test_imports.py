@@ -60,7 +60,7 @@ PACKAGES = {
     name: set(others.split())
     for name, others in (row.split(":") for row in _TABLE.strip().splitlines())
 }
-# Commands above a package, which this package may import because it runs them.
+# By package: the commands that the package may import, although they are above it, because it runs them.
 COMMANDS = {"reproduce": {"train"}}
 _SHARED = """
 cli components config config_file custom ending environment errors field_types limits
@@ -82,7 +82,7 @@ def test_the_table_has_every_package() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_downwards_only(package: str) -> None:
     below = list(PACKAGES)[: list(PACKAGES).index(package)]
-    assert PACKAGES[package] <= set(below)  # so there is no cycle
+    assert PACKAGES[package] <= set(below)  # so imports have no cycle
     known = {path.stem for path in (ROOT / "lamb_tpu").iterdir()}
     for path in (ROOT / "lamb_tpu" / package).rglob("*.py"):
         strangers = (
@@ -133,7 +133,7 @@ def test_steps_know_no_network() -> None:
 
 def test_optimizers_import_no_other_package() -> None:
     assert not offenders("optim", ("lamb_tpu",), allowed=("lamb_tpu.optim",))
-    # Besides the standard library, they import only JAX, Optax and NumPy.
+    # Besides the standard library, the optimizers import only JAX, Optax and NumPy.
     for path in (ROOT / "lamb_tpu" / "optim").glob("*.py"):
         tops = {name.partition(".")[0] for name in imported(path)}
         strangers = tops - set(sys.stdlib_module_names) - {"jax", "optax", "numpy", "lamb_tpu"}
@@ -161,7 +161,7 @@ def test_constructors_of_many_fields_are_called_with_keywords() -> None:
         for tree in trees.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-    } - {"Progress"}  # rich's progress bar has the same name, and takes its columns by position
+    } - {"Progress"}  # rich has a class of the same name, which takes its columns by position
     calls = [
         f"{path}:{node.lineno}"
         for path, tree in trees.items()

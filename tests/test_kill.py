@@ -65,9 +65,9 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pa
 
     def is_set_up() -> bool:
         start = killed / "run.jsonl"
-        return start.exists() and start.read_text().endswith("\n")  # created first, then written
+        return start.exists() and start.read_text().endswith("\n")  # it is created empty
 
-    # The signal comes during compilation, before the first update or shortly after it.
+    # The signal arrives during compilation, before the first update, or shortly after that update.
     printed = [kill_when(killed, is_set_up, signal.SIGTERM)[1]]
     printed.append(kill_when(killed, between_saves)[0])
     assert checkpoints.is_dir()

@@ -51,7 +51,7 @@ def survive(
 @pytest.mark.long
 @pytest.mark.parametrize("rule", deciding.RULES)
 def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -> None:
-    """20 kills of one run, each within 30 ms of the start of an update next to a change of the batch."""
+    """Kills one run 20 times, within 30 ms of the start of an update next to a change of the batch."""
     generator, decided = random.Random(3), tmp_path / "decided"
     train(deciding.config(rule), decided, quiet=True)
     _, position = tiny.restored(deciding.config(rule), decided)
@@ -74,7 +74,7 @@ def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("name", keeping.METHODS)
 def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
-    """20 kills of one run: two around each change of its program, the others at random updates."""
+    """Kills one run 20 times: twice around each change of its program, else at random updates."""
     generator = random.Random(4)
     updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
     updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]

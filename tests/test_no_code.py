@@ -99,7 +99,7 @@ def test_records(trap: Trap, table: pathlib.Path, command: str, name: str) -> No
 
 
 def test_records_in_a_report(trap: Trap, table: pathlib.Path) -> None:
-    """A report takes a second, so only the names in the config are changed."""
+    """Changes only the names in the config, because each report takes a second."""
     path = table / "small" / "digits.configs.json"
     configs = json.loads(path.read_text())
     report = _reproduce("report", "--papers", str(table), "--output", str(trap.folder / "o"))
@@ -164,7 +164,7 @@ def test_overrides_of_tables(trap: Trap, table: pathlib.Path, key: str | None) -
 
 def test_template(trap: Trap, table: pathlib.Path) -> None:
     template = table / "README.md.j2"
-    (table / "small" / "digits.jsonl").unlink()  # the table does not have its config ids
+    (table / "small" / "digits.jsonl").unlink()  # its config ids are not in the table
     actual = [pages.of_table(each, None) for each in load_all(table).values()]
     command = f"touch {trap.folder / 'mark'}"
     texts = [
@@ -223,9 +223,9 @@ def test_resumed_run(trap: Trap, run: pathlib.Path) -> None:
 
 
 def test_checkpoint(trap: Trap, run: pathlib.Path) -> None:
-    """Replaces each file in turn by a pickle, then lets the JSON files name code; with valid checksums."""
+    """Replaces each file in turn with a pickle, then puts code into the JSON files; checksums stay valid."""
     newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    for other in (run / "checkpoints").iterdir():  # the command would fall back to these
+    for other in (run / "checkpoints").iterdir():  # leave no checkpoint to fall back to
         if other != newest:
             shutil.rmtree(other)
 

@@ -65,7 +65,7 @@ def test_stages_and_residual(name: str) -> None:
     state, run = after(config(name), 8, 8)
     stages = [run.stage(update).of_optimizer for update in range(8)]
     assert [stage and stage.name for stage in stages] == STAGES[name]
-    assert len({run.stage(update) for update in range(1000)}) <= 4  # so at most 4 programs
+    assert len({run.stage(update) for update in range(1000)}) <= 4  # at most 4 programs
     residual = state.parts["residual"]["kept"]
     assert all(
         np.abs(leaf).max() > 0 for leaf in jax.tree.leaves((residual.device, residual.split))
@@ -110,7 +110,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.long
 @pytest.mark.parametrize("last", [4, 8])
 def test_resumed_is_uninterrupted(full: pathlib.Path, tmp_path: pathlib.Path, last: int) -> None:
-    """The run resumes before, or after, the update at which the second moments are frozen."""
+    """The run resumes before or after the update at which the second moments are frozen."""
     resumed = tiny.cut(full, tmp_path / "cut", last)
     train(twelve(), resumed, quiet=True)
     actual = tiny.same_state(twelve(), resumed, full)
@@ -205,7 +205,7 @@ def test_plain_gradients_in_one_bit() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("exchange", ["powersgd", "lgreco"])
 def test_first_synchronisation_through_factors_is_not_zero(exchange: str) -> None:
-    """The first synchronisation starts with the factors of the exchange, without residuals."""
+    """The first synchronisation has no residuals, but uses the initial factors of the exchange."""
     changes = {"parallel__exchange": ConfigDict({"name": exchange, "rank": 2})}
     before, run = after(config("zero_one_adam", **changes), 8, 6)
     assert run.stage(6).of_optimizer.resets
@@ -217,7 +217,7 @@ def test_first_synchronisation_through_factors_is_not_zero(exchange: str) -> Non
 
 @pytest.mark.long
 def test_a_skipped_first_update_leaves_the_exchange_as_it_was() -> None:
-    """The next gradient starts EF21's average, as the skipped gradient would have."""
+    """EF21's average then starts with the next gradient, instead of the skipped one."""
     run = prepare(
         tiny.digits(
             guards__max_skipped=2,

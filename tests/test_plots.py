@@ -197,7 +197,7 @@ def test_what_is_not_recorded_is_left_out_and_named() -> None:
     names = plots.missing(bare, [])
     assert names == ["learning rate", "gradient norm", "metrics of an evaluation"]
     assert plots.panels([], EVALUATED) == ["loss", "accuracy"]
-    with pytest.raises(ValueError, match="no records"):
+    with pytest.raises(ValueError, match="no numbers to plot"):
         plots.curve_figure([], [])
 
 

@@ -116,7 +116,7 @@ def test_errors(
         (
             edited(pretrained, tmp_path / "size", vocab_size=600),
             TEXT,
-            "vocab.txt has 512 words, but the network has 600; replace it by the network's vocab.txt",
+            "vocab.txt has 512 words, but the network has 600; replace it with the network's vocab.txt",
         ),
     ]:
         with pytest.raises(UserError, match=message):

@@ -69,7 +69,7 @@ def test_python_blocks_run():
 
 
 def test_first_python_block_prints_only_its_lines():
-    """The block prints nothing else, even if libtpu is installed (as by `make setup`) without a TPU."""
+    """stderr stays empty even if libtpu is installed (as by `make setup`) on a machine without a TPU."""
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     done = tiny.python(block)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

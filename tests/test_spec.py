@@ -41,7 +41,7 @@ def test_a_recipe_is_given_back(recipe: pathlib.Path) -> None:
 
 
 def test_a_name_that_is_missing_and_one_that_is_empty_stay_apart() -> None:
-    # A run's config.json preserves this difference, because a resume compares configs key by key.
+    # config.json must preserve this difference, because a resumed run compares configs key by key.
     for section in ({}, {"name": ""}):
         config = tiny.digits(batch_rule=ConfigDict(section))
         assert spec.as_dict(spec.parse(config))["batch_rule"] == section

@@ -51,7 +51,7 @@ NOT_FINITE = ("is not finite", "use a finite number")
         ("optimizer.eps", math.nan, *NOT_FINITE),
         ("optimizer.eps", math.inf, *NOT_FINITE),
         ("parallel.exchange.eta", math.nan, *NOT_FINITE),
-        ("optimizer.phi_bounds", (0.0, math.nan), "is not a number", "use a number"),
+        ("optimizer.phi_bounds", (0.0, math.nan), "contains NaN", "use numbers only"),
         ("data.options.vocab", "\udcff", "is not UTF-8", "use text in UTF-8"),
         ("data.train_split", "x" * 10**6, "has 1,000,000 characters", "use at most 10,000"),
         ("optimizer.rules", _deep(), "cannot be saved", "use numbers, text, booleans"),

@@ -86,7 +86,7 @@ def test_a_table(
     papers.mkdir()
     (tmp_path / "marking.py").rename(papers / "marking.py")
     monkeypatch.syspath_prepend(papers)
-    with pytest.raises(UserError, match="marking is in the same folder, .* --trust-papers"):
+    with pytest.raises(UserError, match="marking is in the folder of that file, .* --trust-papers"):
         write(tmp_path, TABLE.replace("overrides = {", f"overrides = {{{overrides}, "))
     assert unread()
 

@@ -75,7 +75,7 @@ def test_killed_at_five_moments_it_ends_as_one_left_alone(tmp_path: pathlib.Path
         for number in range(5 if name == "killed" else 0):
             process = start()
             if not wait_for(process, "run 1 of"):
-                break  # on a fast machine the command has finished
+                break  # on a fast machine, the command has already finished
             time.sleep(random.uniform(0.5, 3.0))
             process.send_signal((signal.SIGKILL, signal.SIGTERM)[number % 2])
             process.communicate(timeout=60)

@@ -198,10 +198,7 @@ def test_current_folder_is_removed(tmp_path: pathlib.Path, run: str) -> None:
     )
     done = tiny.python(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "error: the current folder does not exist any more; change to another folder\n"
-    )
+    assert done.stderr == "error: the current folder no longer exists; change to another folder\n"
 
 
 def test_output_that_may_be_lost(capfd: pytest.CaptureFixture) -> None:
@@ -213,7 +210,9 @@ def test_output_that_may_be_lost(capfd: pytest.CaptureFixture) -> None:
                 print("line", flush=True)
             Console(file=sys.stdout).print("line")
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["standard output cannot be written (Broken pipe); the run goes on without it"]
+    assert lines == [
+        "standard output cannot be written (Broken pipe); the run continues without it"
+    ]
 
 
 def test_docstrings() -> None:
@@ -223,7 +222,7 @@ def test_docstrings() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["show", "--name=", "x"], "--name is empty; give a value, or leave it out$"),
+        (["show", "--name=", "x"], "--name is empty; give a value, or omit the flag$"),
         (["show", ""], "--path is empty; give a value"),
         (["show", "--nam=a", "x"], "unrecognized arguments: --nam=a; see --help"),
         (["hide"], "invalid choice: 'hide'"),
@@ -302,7 +301,7 @@ def test_arguments_that_are_not_utf8_are_rejected(command: list[str]) -> None:
     [
         ("3.5", "'3.5' is not a whole number"),
         ("1e3", "'1e3' is not a whole number"),
-        ("0", "0 is not at least 1"),
+        ("0", "0 is less than 1"),
         (str(10**12), "1000000000000 is more than 1,000, the largest"),
         ("9" * 5_000, "'999.* is not a whole number"),
     ],
@@ -325,11 +324,11 @@ def test_numbers_of_options(text: str) -> None:
 def test_words_that_are_no_text() -> None:
     parser = terminal.Parser()
     parser.add_argument("--word")
-    with pytest.raises(UserError, match=r"the argument '--word=\\udcff' is not UTF-8; give"):
+    with pytest.raises(UserError, match=r"the argument '--word=\\udcff' is not UTF-8; use"):
         parser.parse_all(["--word=\udcff"])
-    with pytest.raises(UserError, match="--word is empty; give a value, or leave it out"):
+    with pytest.raises(UserError, match="--word is empty; give a value, or omit the flag"):
         parser.parse_all(["--word= "])
-    with pytest.raises(UserError, match="--word is --; give a value, or leave it out"):
+    with pytest.raises(UserError, match="--word must not be --; give a value, or omit the flag"):
         parser.parse_all(["--word=--"])
 
 

@@ -160,7 +160,7 @@ def test_records_have_the_learning_rate_of_the_schedule(
     expected = [0, 0.005, 0.01, 0.015, *(0.02 * (12 - t) / 8 for t in range(4, 12))]
     np.testing.assert_allclose(rates(trained), expected, rtol=1e-6)
     shutil.rmtree(copy / "checkpoints" / "12")
-    train(tiny.digits(), copy, quiet=True)  # updates 8 to 11 again
+    train(tiny.digits(), copy, quiet=True)  # repeats updates 8 to 11
     assert rates(copy) == rates(trained)
     tiny.same_state(tiny.digits(), copy, trained)
 
@@ -232,7 +232,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def test_preempted_run_equals_an_uninterrupted_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run ended repeatedly by SIGTERM, and once by a failure, writes the same as a single start.
+    """A run ended repeatedly by SIGTERM, and once by a failure, writes the same records as a single start.
 
     There is a poll before each update and before each of the three batches of an evaluation.
     """

@@ -95,7 +95,7 @@ def test_names_that_are_followed(project: pathlib.Path, name: str) -> None:
         ("optax:adabelief", "optax belongs to an installed package"),
         ("installed:Net", "installed belongs to an installed package"),
         ("lamb_tpu.launch.local:run_local", "lamb_tpu belongs to "),
-        ("runs.foreign.evil:net", "runs.foreign.evil is in the same folder"),
+        ("runs.foreign.evil:net", "runs.foreign.evil is in the folder of that file"),
         # Names in the user's modules for code that is defined elsewhere.
         ("my_net:getoutput", "my_net does not define it (subprocess does)"),
         ("my_net:subprocess.getoutput", "my_net does not define it (subprocess does)"),
@@ -137,7 +137,7 @@ def test_module_that_fails(project: pathlib.Path) -> None:
 def test_commands_that_read_a_stored_config(
     trained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder whose config.json names a program as its model."""
+    """The commands reject a folder whose config.json names a program as its model."""
     workdir, written = tmp_path / "foreign", tmp_path / "written"
     shutil.copytree(trained, workdir)
     config = json.loads((workdir / "config.json").read_text())
@@ -172,7 +172,7 @@ def test_installed_optimizer_needs_the_flag(copy: pathlib.Path) -> None:
 
 
 def test_stored_configs_of_this_package_are_followed() -> None:
-    """No committed record needs the flag."""
+    """No committed record needs --trust-workdir."""
     for file in sorted(tiny.ROOT.glob("experiments/*/*.configs.json")):
         for stages in json.loads(file.read_text()).values():
             for stage in stages:

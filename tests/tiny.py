@@ -86,7 +86,7 @@ def unbroken(text: str) -> str:
 def has_ended(process: int, within: float) -> bool:
     """Waits up to `within` seconds; returns whether the process has ended.
 
-    It need not be a child of this process. A zombie counts as ended.
+    The process need not be a child of this one. A zombie counts as ended.
     """
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def words(folder: pathlib.Path | str, **changes: Any) -> ConfigDict:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    """Returns every leaf as a NumPy array by its path, with random keys as their words."""
+    """Returns every leaf as a NumPy array by its path; random keys become their raw uint32 data."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path): np.asarray(

@@ -74,7 +74,7 @@ class Trap:
         return ran
 
     def into_json(self, path: pathlib.Path, read: Callable[[], Any]) -> None:
-        """Reads a JSON file with each payload as its strings, names and keys, then a pickle instead."""
+        """Reads a JSON file with each payload as its strings, names and keys, and then a pickle instead."""
         before = path.read_text()
         lines = path.suffix == ".jsonl"
         documents = (

@@ -92,7 +92,7 @@ def test_missing_bucket_and_permission_are_reported(bucket: gcs.Store) -> None:
         buckets.check(folder(), "--workdir")
     with pytest.raises(OSError) as raised:
         buckets.write(folder() / "x", b"")
-    assert raised.value.strerror == "no permission: runs/a/x is refused"
+    assert raised.value.strerror == "no permission: runs/a/x is rejected"
     with rejected("gs://bucket/runs/a/x", ..., "cannot be written (no permission:"):
         writing.replace(folder() / "x", "")
 

@@ -118,7 +118,7 @@ def test_bucket_that_does_not_answer_loses_nothing(
 def test_missing_permission_is_reported(bucket: gcs.Store, path: pathlib.Path) -> None:
     bucket.reject = lambda method, name: 403
     with (
-        rejected("--workdir x", ..., "cannot be locked (no permission:  is refused)"),
+        rejected("--workdir x", ..., "cannot be locked (no permission:  is rejected)"),
         leases.hold(path, "--workdir x"),
     ):
         pass

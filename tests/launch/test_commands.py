@@ -30,7 +30,7 @@ CASES = {
     "no dashes": Case(VM, "the arguments of lamb_tpu.train are missing; put them after --"),
     "no name": Case([*VM[:2], "--zone=z", *TRAIN], "the following arguments are required: --name"),
     "no zone": Case([*VM[:3], *TRAIN], "the following arguments are required: --zone"),
-    "empty zone": Case([*VM[:3], "--zone=", *TRAIN], "--zone is empty; give a value, or leave"),
+    "empty zone": Case([*VM[:3], "--zone=", *TRAIN], "--zone is empty; give a value, or omit"),
     "local workdir": Case(
         [*QUEUED, "--slices=2", "--", "--workdir=runs/x"],
         "--workdir='runs/x' is a local folder, and the 2 hosts must share it",
@@ -49,7 +49,7 @@ CASES = {
         [*JOBSET, "--output=/dev/null/x", *TRAIN],
         "--output /dev/null/x cannot be written (Not a directory); give another",
     ),
-    "array": Case(["slurm", "--array=0", *TRAIN], "argument --array: 0 is not at least 1"),
+    "array": Case(["slurm", "--array=0", *TRAIN], "argument --array: 0 is less than 1"),
     "array of train": Case(
         [*JOBSET, "--array=8", *TRAIN], "--array=8 would train the same run in every job"
     ),
@@ -84,8 +84,8 @@ CASES = {
     "grace": Case(["local", "--grace-seconds=nan", *TRAIN], "--grace-seconds: nan is not a number"),
     "no grace": Case(["local", "--grace-seconds=-1", *TRAIN], "-1.0 is not a number from 0 to 315"),
     "no arguments": Case(["local"], "the arguments of lamb_tpu.train are missing; put them after"),
-    "no process": Case(["local", "--processes=0", *TRAIN], "argument --processes: 0 is not at lea"),
-    "no device": Case(["local", "--devices-per-process=0", *TRAIN], "s-per-process: 0 is not"),
+    "no process": Case(["local", "--processes=0", *TRAIN], "argument --processes: 0 is less than"),
+    "no device": Case(["local", "--devices-per-process=0", *TRAIN], "s-per-process: 0 is less"),
     "word": Case(["local", "--processes=two", *TRAIN], "'two' is not a whole number"),
     "no module": Case(
         ["local", "--module=lamb_tpu.trane", *TRAIN], "'lamb_tpu.trane' does not exist; give"

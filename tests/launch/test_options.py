@@ -42,5 +42,5 @@ def test_an_option_of_another_kind_is_unknown():
 
 def test_bounds_of_numbers():
     assert options.parse("", ["slurm", "--gpus-per-node=0"]).gpus_per_node == 0
-    with pytest.raises(UserError, match="--nodes: 0 is not at least 1"):
+    with pytest.raises(UserError, match="--nodes: 0 is less than 1"):
         options.parse("", ["slurm", "--nodes=0"])

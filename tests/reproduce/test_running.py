@@ -117,11 +117,11 @@ def test_errors(tmp_path: pathlib.Path, arguments: str, expected: tuple[Any, ...
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("run small --seeds=0", "--seeds: 0 is not at least 1"),
+        ("run small --seeds=0", "--seeds: 0 is less than 1"),
         ("run small --seeds=1000000000000", "--seeds: 1000000000000 is more than 1,000"),
-        ("run small --tune=1", "--tune: 1 is not at least 2"),
+        ("run small --tune=1", "--tune: 1 is less than 2"),
         ("run small --tune=1000000000", "--tune: 1000000000 is more than 10,000"),
-        ("run small --processes=0", "--processes: 0 is not at least 1"),
+        ("run small --processes=0", "--processes: 0 is less than 1"),
         ("run small --time-limit=2", "--time-limit.*'2'"),
         ("run small --time-limit=0h", "--time-limit.*'0h'"),
         ("run small --budget=soon", "--budget.*'soon'"),

@@ -36,7 +36,7 @@ ERRORS = [
     ("guards.max_skipped", -1, "=-1 is out of range; .*at least 0"),
     ("guards.spike_factor", float("nan"), "=nan is out of range; .*at least 0"),
     ("eval", None, "=None is not a section; use a ConfigDict"),
-    ("init_from", "", " is empty; give a path, or leave it out for none"),
+    ("init_from", "", " is empty; give a path, or None"),
     ("data.dir", "", " is empty; give a path"),
     ("data.prepared_dir", "", " is empty; give a path"),
     ("seed", -1, "=-1 is out of range; use 0 to 4294967295"),

@@ -122,7 +122,7 @@ def test_keys_of_shipped_decays() -> None:
         ("number", {}, "decay='my_decays:number' returns 3; return a function"),
         ("scalar", {}, "decay=.* a function that returns .* for 2 counts; return 2 floating-point"),
         ("integers", {}, "decay=.*; return 2 floating-point numbers$"),
-        ("failing", {}, "decay=.* cannot be made at line 33 of .*my_decays.py: KeyError: 'x'"),
+        ("failing", {}, "decay=.* cannot be built at line 33 of .*my_decays.py: KeyError: 'x'"),
         ("absent", {}, "decay='my_decays:absent' does not exist; the module my_decays "),
     ],
 )

@@ -172,7 +172,7 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
             with_state("other label"),
             "examples (SHA-256 of 'label') of the training set is ",
         ),
-        "absent": (with_state("absent"), "config.data.name='my_data:points' cannot be made"),
+        "absent": (with_state("absent"), "config.data.name='my_data:points' cannot be built"),
         "module": (changed(common=CUSTOM_NET, folder=other_net), "the custom module my_net is "),
         "helper": (
             changed(common=CUSTOM_NET, folder=other_helper),

@@ -177,7 +177,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(
 
 def test_the_error_names_the_seeds_that_diverged(tmp_path: pathlib.Path) -> None:
     config = diverging(1e20, seeds="0:3")
-    with pytest.raises(Diverged, match="^the run of seed 0: .* also failed: seeds 1, 2$"):
+    with pytest.raises(Diverged, match="^the run of seed 0: .* more failed seeds: 1, 2$"):
         train(config, tmp_path, quiet=True)
 
 

@@ -270,7 +270,10 @@ def test_phase_that_ends_at_its_target(tmp_path: pathlib.Path) -> None:
         ({"metric": "ema_loss"}, ("ema_loss", "is unknown", "use accuracy or loss")),
         ({"metric": "loss", "mode": "most"}, ("most", "is unknown", "use max or min")),
         ({"metric": "loss", "value": math.nan}, (..., "is not finite", "use a finite number")),
-        ({"value": 0.9}, (0.9, "has no effect while config.target.metric is ''", "set the metric")),
+        (
+            {"value": 0.9},
+            (0.9, "has no effect while config.target.metric is ''", "set config.target.metric"),
+        ),
         ({"value": "0.9"}, ("0.9", "has the wrong type", "use a number")),
     ],
 )
@@ -282,7 +285,7 @@ def test_errors(tmp_path: pathlib.Path, changes: dict[str, Any], message: tuple[
 
 def test_mlperf_needs_a_target(tmp_path: pathlib.Path) -> None:
     problem = "has no effect while config.target.metric is ''"
-    with rejected("config.log.mlperf", True, problem, "set the metric"):
+    with rejected("config.log.mlperf", True, problem, "set config.target.metric"):
         train(tiny.digits(log__mlperf=True), tmp_path, quiet=True)
 
 
