@@ -37,7 +37,7 @@ NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25
 
 
 class Collectives(NamedTuple):
-    """Collectives of one type, whose operands have `whole + cut / n` bytes in total."""
+    """Collectives of one type, whose operands have `fixed + cut / n` bytes in total."""
 
     kind: str
     among: str
@@ -116,7 +116,7 @@ def law_of(saved: SavedRows, model: str, method: str, inner: int = 1) -> Law | N
 
 
 def sent_bytes(scaling_law: Law, devices: int) -> float:
-    """Returns the bytes that a device sends, by the count of `traffic.Collective.sent_bytes`."""
+    """Returns the bytes that a device sends, counted as in `traffic.Collective.sent_bytes`."""
     total = 0.0
     for one in scaling_law.collectives:
         count = devices // scaling_law.inner
@@ -151,11 +151,11 @@ def time(
     times = []
     for inner in (1, HOST_DEVICES):
         each = law_of(saved, model, method, inner)
-        # A single host has nothing to sum first.
+        # On a single host, no exchange follows the sum within the host.
         if step is None or plain is None or each is None or devices <= inner:
             continue
         count = devices // inner
-        # If the devices together send at least as many values as the array has, sum dense vectors instead.
+        # Skip a sparse exchange that would send as many values as the array has, or more.
         if METHODS[method].get("ratio", 0.0) * count >= 1:
             continue
         clock = topology(FITTED[0]).generation.clock / CONSTANTS.compute_factor

@@ -1,4 +1,4 @@
-"""Records of a table's runs, and whether they are still valid.
+"""The current and stale records of a table's runs.
 
 Beside a table mnist.toml, mnist.jsonl has one line per run, and mnist.configs.json has the configs of
 the runs by hash. Records remain if workdirs are deleted: a run that has a record is repeated only if its
@@ -72,7 +72,7 @@ class Results:
                 self._records[records.key_of(record)] = record
 
     def check(self) -> None:
-        """Rejects damaged files, because a command that writes would delete what it cannot read."""
+        """Rejects damaged files, because a command that writes would delete the entries it cannot read."""
         if self.damage:
             more = f" (and {len(self.damage) - 1} more)" if len(self.damage) > 1 else ""
             raise UserError(
@@ -85,7 +85,7 @@ class Results:
     def warn(self) -> None:
         """Prints a warning for each damaged entry; for commands that only read."""
         for text in self.damage:
-            print(fit(f"warning: {text}; it is omitted"), file=sys.stderr)
+            print(fit(f"warning: {text}; this entry is omitted"), file=sys.stderr)
 
     def check_writable(self, commit: str | None) -> None:
         """Checks, before any run, that records of code at this commit can be added."""
@@ -134,7 +134,7 @@ class Results:
             return None
         return UserError(
             self._path,
-            problem="takes records of committed code only, and the code has changed since "
+            problem="accepts only records of committed code, but the code has changed since "
             f"commit {str(commit)[:-1]}",
             remedy="commit the changes and then train, or keep the records elsewhere with "
             "`run --records=FOLDER`",

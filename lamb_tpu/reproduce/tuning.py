@@ -23,8 +23,8 @@ def tuned(table: Table, count: int) -> Table:
         raise UserError(
             "--tune",
             count,
-            f"conflicts with the search of {len(table.tuning.factors)} values per cell that "
-            f"{table.key} has",
+            f"conflicts with the search of {len(table.tuning.factors)} value(s) per cell in "
+            f"{table.key}",
             "leave --tune out",
         )
     space = table.space

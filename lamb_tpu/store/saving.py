@@ -72,7 +72,7 @@ class Background:
         self.end()
 
     def end(self) -> None:
-        """Lets Orbax's log be printed again.
+        """Lets the failures in Orbax's log be printed again.
 
         After a failed save, call it when the threads of the save have ended.
         """

@@ -45,8 +45,8 @@ def test_types(tmp_path: pathlib.Path) -> None:
         (b"[1", "delimiter"),
         (DEEP.encode(), "it is nested too deep"),
         # Too deep for recursive code, though Python's parser reads it.
-        (b"[" * 900 + b"]" * 900, "it is nested too deep, more than 100 levels"),
-        (b'{"a": "\0"}', "line 1 has a NUL byte, so it is not a text file"),
+        (b"[" * 900 + b"]" * 900, "it is nested too deeply, more than 100 levels"),
+        (b'{"a": "\0"}', "line 1 has a NUL byte, so the file is not text"),
         (b"1" * 5000, "4300 digits"),
     ],
 )

@@ -96,7 +96,7 @@ def test_rejected(tmp_path: pathlib.Path) -> None:
     metrics.write_text(
         "".join(line for line in metrics.read_text().splitlines(True) if '"eval"' not in line)
     )
-    with rejected(folder, ..., "no evaluation at its end", "let it finish"):
+    with rejected(folder, ..., "no evaluation at its end", "let the run finish"):
         adopting.find({table.key: table}, folder)
     with pytest.raises(UserError, match="holds no run"):
         adopting.find({table.key: table}, tmp_path)

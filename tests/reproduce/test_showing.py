@@ -96,7 +96,7 @@ def test_a_damaged_record_stops_no_reader(
     out, err = call(tmp_path, *command.split()), capsys.readouterr().err
     assert " ".join(err.split()) == (
         f"warning: line 1 of {table.records}: seconds='long' is not valid; use the type float; "
-        "it is omitted"
+        "this entry is omitted"
     )
     if command == "show small":
         assert "93.0" in out

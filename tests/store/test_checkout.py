@@ -1,4 +1,4 @@
-"""The commit of a checkout, marked if code has changed since."""
+"""The commit of a checkout, marked if the code has changed since that commit."""
 
 import pathlib
 import shutil
@@ -130,5 +130,5 @@ def test_a_damaged_file_is_named(
     if content is not None:
         file.write_text(content)
     monkeypatch.setenv(checkout.VARIABLE, str(file))
-    with rejected(checkout.VARIABLE, str(file), "is not a file with a commit"):
+    with rejected(checkout.VARIABLE, str(file), "is not a file that contains a commit"):
         checkout.commit()

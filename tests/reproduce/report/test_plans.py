@@ -44,7 +44,7 @@ def test_phases_follow_one_another() -> None:
     times, rates = np.array(made(table, "paper")["nvidia"].points).T
     assert (np.diff(times) > 0).all() and 99 < times[-1] < 100
     second = times >= 100 * 7038 / (7038 + 1563)
-    # The peak rates of NVIDIA's recipe, up to the spacing of the points; phase 2 has its own warm-up.
+    # The peak rates of NVIDIA's recipe, up to the spacing of the points; phase 2 has a warm-up too.
     assert rates[~second].max() == pytest.approx(6e-3, rel=0.03)
     assert rates[second].max() == pytest.approx(4e-3, rel=0.03)
     assert rates[second][0] < 1e-3
