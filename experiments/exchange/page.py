@@ -1,4 +1,4 @@
-"""The page on when compression pays: compression.md and its figure."""
+"""The page that shows when compression pays: compression.md and its figure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
 
 
 def wire_lines(saved: SavedRows) -> Iterator[tuple[Mapping[str, Any], float, float]]:
-    """Yields, for each program over all devices: its row, the minimum of sent bytes, and sent / minimum."""
+    """Yields each program over all devices: its row, its minimum number of bytes, and sent / minimum."""
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
             row = saved.get(case.key)

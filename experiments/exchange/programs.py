@@ -190,7 +190,7 @@ def factors(exchange: Any, params: Any) -> dict[int, int]:
 
 
 def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
-    """Returns the numbers of values that determine the minimum of sent bytes, see `wire.least`.
+    """Returns the numbers of values that determine the minimum number of bytes, see `wire.least`.
 
     Args:
       shapes: shapes of the gradient's arrays.

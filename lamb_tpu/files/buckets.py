@@ -231,7 +231,7 @@ _reports = threading.local()
 
 def is_error(error: Exception) -> bool:
     """Returns whether an error may come from a client library."""
-    # Client libraries' errors share no base class but Exception; some come from dependencies.
+    # The libraries' errors share no base class but Exception, and some come from their dependencies.
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or bool(packages & {"aiohttp", "gcsfs", "google", "requests"})
 

@@ -159,7 +159,7 @@ def _check_kind(path_type: str) -> None:
 
 def _check_size(size: int, most: int) -> None:
     if size > most:
-        raise ValueError(f"it has more than {most / 2**20:,.4g} MiB, the largest size that is read")
+        raise ValueError(f"it has more than {most / 2**20:,.4g} MiB, which is the size limit")
 
 
 def _check_depth(value: ValueT) -> ValueT:

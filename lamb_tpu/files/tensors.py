@@ -71,7 +71,7 @@ def _is_finite(array: np.ndarray) -> bool:
 def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:  # OSError: it is a folder, or not permitted
+    except (OSError, SafetensorError) as error:  # OSError: a folder, or no permission
         remedy = "copy or save it again"
         raise unreadable(file, error, remedy, "is not a complete safetensors file") from None
 

@@ -220,7 +220,7 @@ def _sync_folder(folder: pathlib.Path) -> None:
 
 def try_out(folder: pathlib.Path) -> None:
     """Writes, syncs, renames and removes a small file in a folder, as a save does."""
-    # Use a random name: several processes may do this at once, and nobody can guess it to plant a link.
+    # Use a random name: several processes may do this at once, and no other user can guess the name.
     first = folder / f".write-probe-{secrets.token_hex(8)}"
     if buckets.is_remote(folder):
         buckets.write(first, bytes(4096))
@@ -300,7 +300,7 @@ class LineFile:
     def _check_not_moved(self) -> None:
         """Rejects a file that was moved or deleted: writes would succeed, but be lost."""
         try:
-            # Compares the open file with the one at its path.
+            # Compare the open file with the file at its path.
             if os.path.samestat(os.fstat(self._file.fileno()), self._local.stat()):
                 return
         except OSError:

@@ -32,12 +32,12 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
 
 
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
-    """Adds the records in a file of `write` to those beside the tables; returns a line per record."""
+    """Adds the records in a file made by `write` to those beside the tables; returns a line per record."""
     return _take(path, records_lib.read_carried(path), tables)
 
 
 def take_folder(folder: pathlib.Path, tables: Mapping[str, Table]) -> list[str] | None:
-    """Like `take`, for a folder that `run --records` made, including the records of array jobs.
+    """Adds the records in a folder made by `run --records`, including those of array jobs; see `take`.
 
     Returns None if the folder has no records of these tables.
     """

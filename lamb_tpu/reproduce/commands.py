@@ -46,7 +46,7 @@ def show(
     printed commands use a shell variable.
     """
     if topology is not None:
-        from lamb_tpu.reproduce import launches  # late: it imports every model
+        from lamb_tpu.reproduce import launches  # imported late, because it imports every model
 
         if data is not None and not buckets.is_remote(data):
             raise UserError(
@@ -63,8 +63,8 @@ def show(
                 "--data",
                 data,
                 "is remote",
-                "use a folder on this machine, or add --topology to launch on a slice, which "
-                "copies the folder to every host",
+                "use a folder on this machine, or add --topology for a launch, which copies "
+                "the folder to every host",
             )
     elif data is not None:
         data = str(buckets.local(data, "--data").absolute())

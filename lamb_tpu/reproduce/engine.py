@@ -229,7 +229,7 @@ def check(jobs: Sequence[Job], setup: RunSetup) -> None:
         if reason := metric_lib.unknown(flatten(last), job.scale.metric.key):
             problem, _, remedy = reason.partition("; ")
             key = f"{job.table.path}: metric.key"
-            raise UserError(key, job.scale.metric.key, f", {problem}", remedy)
+            raise UserError(key, job.scale.metric.key, f"is a metric {problem}", remedy)
 
 
 def _check_data(
@@ -243,7 +243,7 @@ def _check_data(
     downloaded = folder is None or folder.downloaded
     instructions = (
         f"run `python -m lamb_tpu.reproduce commands {job.table.key} --scale={job.scale.name}` to see "
-        "its content and how to create it"
+        "what it must contain and how to create it"
     )
     if "smoke" in job.table.scales and job.scale.name != "smoke":
         instructions += ", or use --scale=smoke, which needs no data"

@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 
 class JobStage(NamedTuple):
-    """One training run of a job: a recipe as --config takes it, and config overrides."""
+    """One training run of a job: a recipe in the syntax of --config, and config overrides."""
 
     recipe: str
     overrides: Mapping[str, Any]

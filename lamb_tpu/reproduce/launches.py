@@ -1,7 +1,7 @@
 """Prints launches of a table's cells on a TPU slice, as commands of `lamb_tpu.launch`.
 
 If the batch of a later stage, such as fine-tuning, is not divisible by the number of devices, that stage
-uses the largest slice of the same TPU generation for which it is divisible.
+uses the largest slice of the same TPU generation whose number of devices divides the batch.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """Reads the papers' tables from TOML files: published values, and the recipes that reproduce them.
 
-A folder of papers has one subfolder per paper, such as experiments/lamb. It contains paper.toml:
+A folder of papers has one subfolder per paper, such as experiments/lamb. Each contains paper.toml:
 
     title = "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
     arxiv = "1904.00962"
@@ -75,7 +75,7 @@ from lamb_tpu.run.metric import not_measured
 
 _PAPER_FILE = "paper.toml"
 TRUST_FLAG = "--trust-papers"
-# Overrides of the searching runs of `run --tune=N`, unless the table gives others.
+# Config overrides of the search runs of `run --tune=N`, unless the table gives others.
 _HELD_OUT = {"data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
@@ -233,14 +233,14 @@ def _scale(path: pathlib.Path, name: str, form: schema.ScaleForm, metric: Metric
         raise UserError(
             f"{path}: scales.{name}.data",
             form.data,
-            f"does not have one folder per stage ({len(stages)})",
+            f"must have one entry per stage, {len(stages)} in all",
             "use '' for a stage without data",
         )
     if form.over_cells and len(form.over_cells) != len(stages):
         raise UserError(
             f"{path}: scales.{name}.over_cells",
             problem=f"has {len(form.over_cells)} entries for {len(stages)} stage(s)",
-            remedy="give one entry per stage, {} for a stage without changes",
+            remedy="give one entry per stage ({} if a stage has no changes)",
         )
     if form.metric is not None:
         _check_metric(form.metric, path, f"scales.{name}.metric")

@@ -89,7 +89,7 @@ def read(papers: pathlib.Path) -> tuple[Planned, ...]:
             raise UserError(
                 f"{path}: entry {number}",
                 problem=f"has low {entry.low:g}, value {entry.value:g} and high {entry.high:g}",
-                remedy="give them in ascending order",
+                remedy="give these three in ascending order",
             )
         if entry.key in known:
             raise UserError(
@@ -116,7 +116,7 @@ def heads(table: Table, plans: Sequence[Planned]) -> list[str]:
 
 
 def columns(table: Table, scale: Scale, cell: Cell, plans: Sequence[Planned]) -> list[str]:
-    """Returns a cell's planned values, each after the paper's value if no other column shows the latter.
+    """Returns a cell's planned values, each after the paper's value unless another column shows that value.
 
     Only the paper's scale has planned values.
     """

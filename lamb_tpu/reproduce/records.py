@@ -191,7 +191,7 @@ def check(record: Any, where: str) -> None:
 
 
 def check_configs(configs: Any, digest: str, where: str, key: str = "") -> None:
-    """Checks the configs of a run's stages, and that they match their hash.
+    """Checks the configs of a run's stages, and their hash.
 
     Messages name the file as `where`, and the configs by their `key` in the file; '' if they have no key.
     """

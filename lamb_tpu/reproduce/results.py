@@ -38,8 +38,8 @@ class Results:
 
     Args:
       table: the table.
-      folder: folder of custom records, with a subfolder per paper; None uses the records beside the
-        table.
+      folder: folder of the user's records, with a subfolder per paper; None uses the records beside
+        the table.
 
     Attributes:
       damage: a sentence for each damaged entry, with file, line and key. Commands that only read
@@ -208,7 +208,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "config": "",
         **{key: receipt[key] for key in _VERSIONS},
         "processor": receipt.get("processor"),
-        # If the code had uncommitted changes at any start of the run, use that commit.
+        # If the code had uncommitted changes at any start of the run, use the commit of that start.
         "commit": next(filter(checkout.is_changed, commits), receipt["commit"]),
         **_curves(job.scale.metric.key, evaluations, trained, layers),
     }
@@ -217,7 +217,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
 def _values(
     job: Job, evaluations: Sequence[Record], trained: Sequence[Record], diverged: str | None
 ) -> tuple[dict[str, float] | None, str | None]:
-    """Returns the final metrics (None if the run diverged), and why it diverged (None if not)."""
+    """Returns the final metrics (None if the run diverged), and why it diverged (None if it did not)."""
     metric = job.scale.metric.key
     ends = dict(evaluations[-1]) if evaluations else {}
     rates = [record[_RATE] for record in trained if _is_number(record.get(_RATE))]
@@ -293,7 +293,7 @@ def machine(record: Mapping[str, Any]) -> str:
 
 
 def _sent_bytes(trained: Sequence[Record]) -> int | None:
-    """Returns the mean bytes sent per update, over the updates that report it."""
+    """Returns the mean number of bytes sent per update, over the updates that report a number."""
     sent = count = previous = 0
     for record in trained:
         if "sent_bytes" in record:

@@ -85,7 +85,7 @@ class TablePlan(NamedTuple):
         for other in self.others:
             other.warn()
         count = 0
-        # Measurements become due when the last run of the search before them has been added.
+        # Measurements become due when the last run of their search has been added.
         while runs := [
             (each, job) for job in self.due() for each in self.others if each.holds(job)
         ]:
@@ -162,8 +162,8 @@ def check(plans: Sequence[TablePlan], request: TableRequest) -> None:
         (num_first, first), (num_second, second) = list(numbers.items())[:2]
         raise UserError(
             f"{first} and {second}",
-            problem=f"need {num_first} and {num_second} CPU devices, but all tables of a command must "
-            "need the same number",
+            problem=f"need {num_first} and {num_second} CPU devices, but the tables of one command must "
+            "use the same number",
             remedy="run these tables in separate commands",
         )
     for table, scale, cells, *_ in plans:
@@ -224,8 +224,7 @@ def _plan(table: Table, request: TableRequest) -> TablePlan:
     if request.index is not None and records is None:
         raise UserError(
             "--records",
-            problem="is missing: each job of an array stores its records in a subfolder of "
-            "--records",
+            problem="is missing: each job of an array stores its records in a subfolder of it",
             remedy="give --records=FOLDER or --records=gs://BUCKET/FOLDER",
         )
     results, others = records_of(table, records, request.index, records)

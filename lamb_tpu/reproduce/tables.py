@@ -187,11 +187,11 @@ class Table(NamedTuple):
       key: its name, such as 'lamb/mnist'.
       path: its file; the records of its runs are beside it.
       scales, cells: the scales and the cells by name.
-      source: where the paper has the table.
+      source: location of the table in the paper.
       about: notes for readers, such as differences from the paper.
       tuning: the search before each measurement.
       space: range of the search by `run --tune=N`.
-      form: '' for the table as in its file, 'tuned' for the result of `tuning.tuned`.
+      form: '' for the table that its file defines, 'tuned' for the result of `tuning.tuned`.
       columns: keys of `COLUMNS`, shown beside the metric in lists of cells.
     """
 

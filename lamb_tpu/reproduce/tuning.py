@@ -17,7 +17,7 @@ def tuned(table: Table, count: int) -> Table:
     """Returns a table whose cells each search `count` values of one key before they are measured.
 
     The first value is the cell's default. The others are quasi-random points in `Table.space`; a
-    smaller count gives a prefix of a larger one, so that a search can be extended.
+    smaller count gives the first points of a larger count, so that a search can be extended.
     """
     if table.tuning is not None:
         raise UserError(

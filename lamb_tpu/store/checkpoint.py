@@ -236,7 +236,7 @@ class Checkpoints:
 
     def _remedy(self) -> str:
         again = f"{writing.repair(self.directory)}, then start the same command again"
-        # The disk may be the one that has just failed.
+        # Listing may fail too, because the disk may be the one that has just failed.
         steps: list[int] | None = None
         with contextlib.suppress(OSError):
             steps = [int(path.name) for path in self._complete()]

@@ -170,7 +170,7 @@ class _TensorBoard:
             from tensorboardX.proto import event_pb2
         except ModuleNotFoundError as error:
             problem = f"needs the package {error.name}, which is not installed"
-            remedy = "install the extra train: pip install '.[train]', or use False"
+            remedy = "install the extra train (pip install '.[train]'), or use False"
             raise UserError("config.log.tensorboard", True, problem, remedy) from error
         self._new_event, self._scalar = event_pb2.Event, summary.scalar
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -67,7 +67,7 @@ class Background:
                 self._response.result(timeout=_POLL_SECONDS)
                 self._response = None
             except TimeoutError:
-                # Pause, because a TimeoutError that the save itself raised comes at once.
+                # Pause: if the save itself raised the TimeoutError, `result` returned without waiting.
                 time.sleep(_POLL_SECONDS / 10)
         self.end()
 

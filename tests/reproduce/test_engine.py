@@ -211,7 +211,7 @@ def test_data_that_is_missing_is_asked_for_by_its_option(
     assert str(error.value) == (
         "--data is missing: small/digits at the scale small reads squad from the folder questions "
         "of --data=DIR; run `python -m lamb_tpu.reproduce commands small/digits --scale=small` to see "
-        "its content and how to create it, or use --scale=smoke, which needs no data"
+        "what it must contain and how to create it, or use --scale=smoke, which needs no data"
     )
     engine.check([job._replace(scale=table.scales["smoke"])], setup(tmp_path))
     there = RunSetup(tmp_path / "runs", tmp_path)

@@ -102,7 +102,7 @@ _HUGE = "9" * 4_000
             "seeds = 2",
             'data = ["a", "b"]',
             "scales.small.data",
-            "does not have one folder per stage (1)",
+            "must have one entry per stage, 1 in all",
             "",
         ),
         ("digits = 1", "digits = 1_000_000_000_000", "metric.digits", "", "use at most"),
