@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_stripped(tmp_path: pathlib.Path) -> None:
     file.write_bytes('\ufeff{"a": "\ufeffb"}'.encode())
     assert reading.read_json(file) == {"a": "\ufeffb"}
     assert reading.read_text(file, errors="replace").startswith("{")
-    # The mark alone is an empty text; other encodings are not UTF-8.
+    # A byte-order mark alone is an empty text; UTF-16 is rejected.
     file.write_bytes("\ufeff".encode())
     assert reading.read_text(file) == ""
     file.write_bytes("[1]".encode("utf-16"))

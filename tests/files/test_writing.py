@@ -247,7 +247,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "a" / "out"
     with pytest.raises(RuntimeError), writing.complete_folder(folder) as scratch:
         (scratch / "first").write_text("1")
-        raise RuntimeError  # like a signal handler
+        raise RuntimeError  # as a signal handler may
     assert not list((tmp_path / "a").iterdir())
     folder.mkdir()
     with writing.complete_folder(folder) as scratch:

@@ -152,7 +152,7 @@ def test_search(tmp_path: pathlib.Path) -> None:
         "optimizer.learning_rate 0.005: 85.0, 0.01: diverged, 0.02: 86.0 (chosen)"
     )
     assert actual.status == "not run"
-    # A run at chance level has diverged too, whatever the mean with the other seed.
+    # A run at chance level has diverged too, even if the mean over the seeds is above chance.
     metric = replace(scale.metric, chance=0.8)
     at_chance = [job._replace(scale=scale._replace(metric=metric)) for job in wanted]
     assert engine.search_means(at_chance, results) == pytest.approx(

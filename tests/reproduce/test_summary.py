@@ -119,7 +119,7 @@ def test_a_mean_has_no_run_that_diverged(tmp_path: pathlib.Path) -> None:
         "accuracy is 19 % or less; a random guess has 10 %."
     )
     assert summary.criterion(actual[1:], metric) == ""
-    # The same runs with an older config.
+    # Now the runs have an older config than the table.
     old = of(tmp_path, text.replace("4 steps", "5 steps"))["lamb"]
     assert summary.stale_mean(old, metric) == "3 of 5 at 98.4; 2 diverged, stale"
     assert "98.0, 11.3 (diverged), 98.4, diverged, 98.8" in summary.stale(old, metric)

@@ -27,7 +27,7 @@ def git(folder: pathlib.Path, *arguments: str) -> None:
 
 
 def commit_all(tree: pathlib.Path) -> None:
-    """Makes a folder a git checkout, and commits its files."""
+    """Turns a folder into a git checkout, and commits its files."""
     git(tree, "init")
     git(tree, "add", "--all")
     git(tree, "commit", "--message=first")

@@ -164,7 +164,7 @@ def test_damage_to_any_file_is_noticed(
 
 
 def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
-    # The files are intact, but hold another state than the requested one, so Orbax rejects them.
+    # The files are intact, but hold a different state than requested, so Orbax rejects them.
     abstract = dict(ABSTRACT, weights=jax.ShapeDtypeStruct((3, 3), jnp.float32))
     with Checkpoints(folder, 10, writes=False) as checkpoints:
         with pytest.raises(UserError, match="update 5 in .* cannot be read .[A-Za-z]+Error: "):

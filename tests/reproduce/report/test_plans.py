@@ -28,7 +28,7 @@ def test_a_plan_is_the_schedule(tmp_path: pathlib.Path) -> None:
         '"optimizer.learning_rate" = 0.5',
     )
     actual = made(write(tmp_path, text), "small")
-    assert set(actual) == {"lamb", "adamw"}  # the cell that cannot be run has none
+    assert set(actual) == {"lamb", "adamw"}  # the cell that cannot be run has no plan
     times, rates = zip(*actual["lamb"].points)
     assert times == tuple(range(0, 100, 10))
     assert rates[0] == 0 and rates[5] == max(rates) == pytest.approx(0.5)

@@ -82,7 +82,7 @@ def test_lines_look_as_in_the_figure_of_batches(tmp_path: pathlib.Path) -> None:
     rows = [
         summary._replace(
             cell=summary.cell._replace(row=f"rule {n % 3}", column=f"{(32, 64)[n // 3]:,}"),
-            # One rule has no run at the first batch, another has no curve there.
+            # One rule has no run at the first batch, another rule has no curve there.
             records=[
                 record
                 | {"batch": (32, 64)[n // 3], "optimizer": "sgd"}
