@@ -231,7 +231,11 @@ CASES = {
             ("config.json", FOLDER, "a folder, not a file"),
             ("config.json", ZERO, "a device, not a file"),
             ("metrics.jsonl", PIPE, "a pipe, not a file"),
-            ("metrics.jsonl", LOOP, "an unreadable path (Too many levels of symbolic links)"),
+            (
+                "metrics.jsonl",
+                LOOP,
+                "an unreadable path (Too many levels of symbolic links), not a file",
+            ),
             (".lock", FOLDER, "a folder, not a file"),
             (".lock", PIPE, "a pipe, not a file"),
             ("run.jsonl", PIPE, "a pipe, not a file"),
