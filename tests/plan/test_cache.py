@@ -291,7 +291,7 @@ def test_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert default_folder().expanduser() == pathlib.Path.home() / ".cache" / "lamb_tpu" / "plans"
     with pytest.raises(UserError, match="^--cache gs://b/x is remote; give a local path"):
         open_cache("gs://b/x")
-    with pytest.raises(UserError, match="^--cache ~nobody-of-that-name/x begins with a home folde"):
+    with pytest.raises(UserError, match="^--cache ~nobody-of-that-name/x begins with an unknown h"):
         open_cache("~nobody-of-that-name/x")
 
 
