@@ -161,7 +161,7 @@ def test_other_commands_read_it(
     # Another run in the bucket starts from the weights of this run.
     train(tiny.digits(init_from=RUN, duration="1 steps"), "gs://bucket/runs/next", quiet=True)
     assert json.loads(bucket.text("runs/next/init.json"))["init_from"] == RUN
-    with pytest.raises(UserError, match="^--output gs://bucket/x is remote; give a path of"):
+    with pytest.raises(UserError, match="^--output gs://bucket/x is remote; give a local path"):
         export(RUN, "gs://bucket/x")
 
 

@@ -185,7 +185,7 @@ CASES = {
         "cannot be written (File exists)", "launch", ["local", "--", "--workdir=@"], {"logs": ""}
     ),
     # Files of a run.
-    "config.json deep": train("json is damaged (it is nested too deep, more", config__json=DEEP),
+    "config.json deep": train("json is damaged (it is nested too deeply", config__json=DEEP),
     "config.json list": train("damaged (it is not a JSON object)", config__json="[1]"),
     "config.json digits": train("damaged (Exceeds the limit", config__json="1" * 5000),
     "config.json nested": evaluate(
@@ -231,7 +231,11 @@ CASES = {
             ("config.json", FOLDER, "a folder, not a file"),
             ("config.json", ZERO, "a device, not a file"),
             ("metrics.jsonl", PIPE, "a pipe, not a file"),
-            ("metrics.jsonl", LOOP, "unreadable (Too many levels of symbolic links), not a file"),
+            (
+                "metrics.jsonl",
+                LOOP,
+                "an unreadable path (Too many levels of symbolic links), not a file",
+            ),
             (".lock", FOLDER, "a folder, not a file"),
             (".lock", PIPE, "a pipe, not a file"),
             ("run.jsonl", PIPE, "a pipe, not a file"),

@@ -142,7 +142,7 @@ def record(workdir: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def _number(value: float | str) -> float | None:
-    """Rounds a number to five digits; returns None if it is not finite."""
+    """Rounds a number to five significant digits; returns None if it is not finite."""
     number = float(value)
     return float(f"{number:.5g}") if math.isfinite(number) else None
 
@@ -265,8 +265,8 @@ several batch sizes. The critical batch is the largest batch size up to which th
 ({study["metric"]} on {study["split"]}) is at most
 {100 * study["tolerance"]:g} % above the loss at the run's batch. The rule '{study["scaling"]}' scales the
 learning rate of a branch. The noise scale is a ratio of two
-exponential moving averages over updates, with a decay of {study["decay"]}. The cosine is that between the
-gradients of a batch's two halves, averaged over {WINDOW} records. With halves of b examples, it implies a
+exponential moving averages over updates, with a decay of {study["decay"]}. The cosine between the
+gradients of a batch's two halves is averaged over {WINDOW} records. With halves of b examples, it implies a
 noise scale of b (1 / cosine - 1) examples. `crossing` is the batch size, interpolated, at which the loss
 exceeds the tolerance; `excess` is how far the loss at a batch is above the loss at the run's batch, with the
 standard error over the seeds. There is one run, with seed 0. Made
@@ -283,7 +283,7 @@ measures.json.
 def main(options: argparse.Namespace) -> None:
     """Prints the table and draws the figure; with --write also writes the page and the record."""
     if options.write and options.scale != "small":
-        raise UserError("--scale", options.scale, "cannot be written", "use small with --write")
+        raise UserError("--scale", options.scale, "conflicts with --write", "use small")
     output = RECORD.with_suffix(".svg") if options.write else options.output
     path = style.figure_path(output, "--output", ".svg")
     if options.workdir:
@@ -311,7 +311,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--scale",
         default="small",
         choices=tuple(SCALES),
-        help="size of the run (default: %(default)s); smoke tests the command",
+        help="size of the run (default: %(default)s); 'smoke' only tests the command",
     )
     parser.add_argument(
         "--output",

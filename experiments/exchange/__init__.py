@@ -1,1 +1,1 @@
-"""When compressed gradient exchange pays, on fast and slow networks."""
+"""Predicts when compressed gradient exchange pays, on fast and slow networks."""

@@ -1,9 +1,9 @@
-"""Compiles exchanges for TPU slices and writes compression.md, on when compression pays.
+"""Compiles exchanges for TPU slices and writes compression.md, which shows when compression pays.
 
   python -m experiments.exchange
 
-It first compiles the programs that rows.json lacks, which takes hours for all programs on 2 cores. An
-interrupted run keeps the compiled programs. It needs Linux on x86-64, but no TPU.
+The command first compiles the programs that rows.json lacks; on 2 cores, compiling all programs takes
+hours. An interrupted run keeps the compiled programs. The command needs Linux on x86-64, but no TPU.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
         print(f"{number} of {len(todo)}: {case.key}", file=sys.stderr, flush=True)
         try:
             row = programs.measure(case)
-        except UserError as error:  # the page lists missing programs
+        except UserError as error:  # continue, because the page lists missing programs
             print(f"rejected: {error}", file=sys.stderr, flush=True)
             continue
         # Another process may have added rows meanwhile.

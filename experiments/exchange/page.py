@@ -1,4 +1,4 @@
-"""The page on when compression pays: compression.md and its figure."""
+"""The page that shows when compression pays: compression.md and its figure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from lamb_tpu import style
 
 SLOWEST = 10.0  # Gb/s
 IN_FIGURE = 512  # devices
-WITHIN = 0.05  # largest excess of the sent bytes over the least bytes, as a fraction
+WITHIN = 0.05  # largest fraction by which the sent bytes may exceed the minimum
 
 
 class Line(NamedTuple):
@@ -33,7 +33,7 @@ class Line(NamedTuple):
       devices: number of devices.
       cells: a text for each method.
       winner: the fastest method.
-      over: its speed-up over bfloat16 and float32; '' if these are not compiled.
+      over: the winner's speed-up over bfloat16 and over float32; '' if that method is not compiled.
     """
 
     network: str
@@ -53,7 +53,7 @@ def shown(saved: SavedRows) -> list[str]:
 
 
 def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
-    """Yields the rows of a model; a single host has one row, because nothing leaves it."""
+    """Yields the rows of a model; a single host has one row, because it does not use the network."""
     methods = shown(saved)
     for devices in DEVICES:
         for network, gbps in NETWORKS.items():
@@ -80,7 +80,7 @@ def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
 
 
 def wire_lines(saved: SavedRows) -> Iterator[tuple[Mapping[str, Any], float, float]]:
-    """Yields, for each program over all devices: its row, the least bytes, and sent bytes / least bytes."""
+    """Yields each program over all devices: its row, its minimum number of bytes, and sent / minimum."""
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
             row = saved.get(case.key)
@@ -138,7 +138,7 @@ def text(saved: SavedRows) -> str:
 
 
 def _components(saved: SavedRows, model: str) -> Iterator[tuple[str, Time]]:
-    """Yields each method's time with its components, at the figure's devices and the slowest network."""
+    """Yields each method and its time with `IN_FIGURE` devices on the slowest network."""
     for method, each in scaling.best(saved, model, IN_FIGURE, SLOWEST).items():
         if method in shown(saved):
             yield method, each

@@ -1,4 +1,4 @@
-"""Compiled programs of exchanges alone, whose figures rows.json stores.
+"""Compiled programs of exchanges alone; rows.json stores their cycles and bytes.
 
 An exchange's program only sums the gradient of a model, as the step would. So the program's collectives
 are those of the exchange, and its cycles are spent on casting, packing and adding.
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Name of its row, which depends on the recipe and all options."""
+        """Name of the program's row, with the recipe and all options."""
         within = f", fsdp={self.inner}" * (self.inner > 1)
         fields = ", ".join(f"{key}={value}" for key, value in METHODS[self.method].items())
         return f"{fields} of {MODELS[self.model].exchanged} on {self.topology}{within}"
@@ -121,7 +121,7 @@ def config_of(case: Case, devices: int) -> Spec:
         "parallel.backend": "shard_map",
         "mesh": {"data": -1} | ({"fsdp": case.inner} if case.inner > 1 else {}),
         "parallel.exchange": METHODS[case.method],
-        # The program does not depend on the optimizer, and DGC rejects one with momentum.
+        # The program does not depend on the optimizer, and DGC rejects an optimizer with momentum.
         "optimizer": {"name": "sgd", "learning_rate": 1.0, "rules": rules},
     }
     return changed(config, changes)
@@ -190,11 +190,11 @@ def factors(exchange: Any, params: Any) -> dict[int, int]:
 
 
 def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
-    """Returns the numbers of values that determine the least bytes.
+    """Returns the numbers of values that determine the minimum number of bytes, see `wire.least`.
 
     Args:
       shapes: shapes of the gradient's arrays.
-      factors: values in the factors of arrays sent as factors, by index.
+      factors: number of values in the factors of each array that is sent as factors, by index.
     """
     sizes = list(map(math.prod, shapes))
     return {
@@ -248,6 +248,6 @@ def sent_share(kind: str, members: int) -> float:
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Returns the stored rows by key; none if there is no file."""
+    """Returns the stored rows by key; {} if the file is missing."""
     path = FOLDER / "rows.json"
     return json.loads(path.read_text()) if path.exists() else {}

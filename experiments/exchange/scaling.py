@@ -1,8 +1,8 @@
 """Times of a step at any number of devices, extrapolated from two compiled programs.
 
-The size of a collective's operand is a + b / n, where n is the number of exchanging devices: it consists of
-the full gradient, or of each device's shard. Two programs determine a and b, and a third checks them. The
-cycles of the exchange are c + d n, because some exchanges add up the values of n devices.
+The operand of a collective has a + b / n bytes among n exchanging devices, because it is the full gradient
+or a device's shard. Two programs determine a and b, and a third program checks them. The exchange takes
+c + d n cycles, because some exchanges add up the values of n devices.
 """
 
 import functools
@@ -37,7 +37,7 @@ NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25
 
 
 class Collectives(NamedTuple):
-    """Collectives of one type, whose operands have `whole + cut / n` bytes in total."""
+    """Collectives of one type, whose operands have `fixed + cut / n` bytes in total."""
 
     kind: str
     among: str
@@ -56,7 +56,7 @@ class Law(NamedTuple):
 
     Attributes:
       collectives: its collectives.
-      cycles: (c, d) of its c + d n cycles.
+      cycles: (c, d); the exchange takes c + d n cycles.
       inner: size of the groups of devices that sum gradients first.
     """
 
@@ -87,7 +87,7 @@ class Time(NamedTuple):
 
 
 def law(rows: Sequence[Row]) -> Law:
-    """Returns the scaling law through two programs of an exchange.
+    """Fits the scaling law of an exchange to two of its programs.
 
     Args:
       rows: the rows of the smaller slice and of the larger one.
@@ -116,7 +116,7 @@ def law_of(saved: SavedRows, model: str, method: str, inner: int = 1) -> Law | N
 
 
 def sent_bytes(scaling_law: Law, devices: int) -> float:
-    """Returns the bytes that a device sends, by the count of `traffic.Collective.sent_bytes`."""
+    """Returns the bytes that a device sends, counted as in `traffic.Collective.sent_bytes`."""
     total = 0.0
     for one in scaling_law.collectives:
         count = devices // scaling_law.inner
@@ -151,15 +151,15 @@ def time(
     times = []
     for inner in (1, HOST_DEVICES):
         each = law_of(saved, model, method, inner)
-        # A single host has nothing to sum first.
+        # On a single host, no exchange follows the sum within the host.
         if step is None or plain is None or each is None or devices <= inner:
             continue
         count = devices // inner
-        # If the devices together send at least as many values as the array has, sum dense vectors instead.
+        # Skip a sparse exchange that would send as many values as the array has, or more.
         if METHODS[method].get("ratio", 0.0) * count >= 1:
             continue
         clock = topology(FITTED[0]).generation.clock / CONSTANTS.compute_factor
-        # The step's cycles include those of float32's exchange.
+        # The cycles of the step include those of the float32 exchange.
         method_cycles = each.cycles[0] + each.cycles[1] * count
         packing = max(0.0, method_cycles - plain.cycles[0] - plain.cycles[1] * devices) / clock
         network = sum(

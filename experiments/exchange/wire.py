@@ -1,4 +1,4 @@
-"""The bytes that a device must at least send in each exchange, and the bytes that its program sends."""
+"""The minimum number of bytes that a device must send in an exchange, and the number that it sends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _WORD = 4  # bytes of a float32 or an index
 
 
 def least(row: Row) -> float:
-    """Returns the least bytes that a device sends in a program over all devices.
+    """Returns the minimum number of bytes that a device must send in an exchange among all devices.
 
     An all-reduce over n devices sends 2 (n - 1) / n of its bytes, and an all-gather n - 1 times its
     input.

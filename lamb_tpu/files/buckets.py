@@ -31,11 +31,11 @@ PREFIX = "gs://"
 # are repeated for about GIVE_UP_SECONDS, then they fail.
 REPORT_SECONDS, _INTERVAL_SECONDS, GIVE_UP_SECONDS = 10.0, 30.0, 100.0
 _REQUEST_SECONDS = 10.0  # time without a received byte, after which a request is repeated
-# For this time after a bucket was given up, requests to it fail at once: otherwise a run that ends
-# would wait for the bucket once for each file.
+# After `give_up`, requests to the bucket fail at once for this time: otherwise a run that ends would
+# wait for the bucket once for each file.
 _REST_SECONDS = 60.0
 SILENT = "the bucket does not answer"
-# Roles of an account that reads and writes objects; with the second, it can look up the bucket itself.
+# IAM roles: the first allows reading and writing objects, the second looking up the bucket itself.
 ROLES = ("roles/storage.objectUser", "roles/storage.legacyBucketReader")
 
 
@@ -57,7 +57,7 @@ def parse(path: str | os.PathLike[str], key: str) -> pathlib.Path:
     check_folder(text, key)
     if not _is_installed():
         problem = "needs gcsfs, which is not installed"
-        raise UserError(f"{key} {text}", ..., problem, "pip install gcsfs")
+        raise UserError(f"{key} {text}", ..., problem, "run pip install gcsfs")
     _prepare()
     from etils import epath
 
@@ -65,13 +65,13 @@ def parse(path: str | os.PathLike[str], key: str) -> pathlib.Path:
 
 
 def check_folder(text: str, key: str) -> None:
-    """Rejects a URL that names no folder of a bucket; needs no client library."""
+    """Rejects a URL that names no folder in a bucket; needs no client library."""
     if not text.startswith(PREFIX):
         remedy = "give a local or mounted folder, or gs://BUCKET/FOLDER"
-        raise UserError(f"{key} {text}", ..., "is remote", remedy)
+        raise UserError(f"{key} {text}", ..., "has an unsupported URL scheme", remedy)
     bucket, _, folder = text.removeprefix(PREFIX).partition("/")
     if not bucket or not folder.strip("/"):
-        problem = "names no folder of a bucket"
+        problem = "names no folder in a bucket"
         raise UserError(f"{key} {text}", ..., problem, "give gs://BUCKET/FOLDER")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", bucket, re.ASCII) or ".." in bucket:
         problem = f"has the invalid bucket name {bucket!r}"
@@ -84,7 +84,7 @@ def check_folder(text: str, key: str) -> None:
 def local(path: str | os.PathLike[str], key: str) -> pathlib.Path:
     """Returns a path on this machine with `~` expanded; rejects URLs."""
     if is_remote(path):
-        raise UserError(f"{key} {os.fspath(path)}", ..., "is remote", "give a path of this machine")
+        raise UserError(f"{key} {os.fspath(path)}", ..., "is remote", "give a local path")
     return _expanded(path, key)
 
 
@@ -92,7 +92,7 @@ def _expanded(path: str | os.PathLike[str], key: str) -> pathlib.Path:
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError:
-        problem = "begins with a home folder that is unknown"
+        problem = "begins with an unknown home folder"
         raise UserError(f"{key} {os.fspath(path)}", ..., problem, "give its full path") from None
 
 
@@ -112,7 +112,7 @@ def _prepare() -> None:
     """Configures the client libraries; called before etils.epath is first used."""
     import fsspec
 
-    # TensorStore and other machines write into the same folders, which a cached listing would miss.
+    # A cached listing would miss files that TensorStore or other machines write into the same folders.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     # By default a request waits 5 minutes for an answer, and is repeated up to six times.
     import aiohttp
@@ -164,16 +164,16 @@ def split(path: pathlib.Path) -> tuple[str, str]:
 def plain_errors(path: pathlib.Path) -> Iterator[None]:
     """Turns errors of the client libraries into an OSError whose strerror is a short reason.
 
-    FileNotFoundError and FileExistsError stay as they are. If the bucket does not answer, this is
-    reported on stderr while the block waits. After the bucket was given up, blocks for it fail at
-    once for a minute.
+    FileNotFoundError and FileExistsError are not changed. If the bucket does not answer, prints a
+    report on stderr while the block waits. After `give_up`, blocks for that bucket fail at once for a
+    minute.
     """
     bucket = split(path)[0]
     if time.monotonic() < _given_up.get(bucket, -math.inf):
         raise OSError(errno.EIO, "the bucket did not answer a moment ago")
     began = time.monotonic()
     try:
-        with reporting(f"{path} does not answer", f"giving up at {GIVE_UP_SECONDS:.0f} s"):
+        with reporting(f"{path} does not answer", f"giving up after {GIVE_UP_SECONDS:.0f} s"):
             yield
     except (FileNotFoundError, FileExistsError):
         raise
@@ -199,7 +199,7 @@ def give_up(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def reporting(what: str, then: str = "") -> Iterator[None]:
-    """Prints on stderr, at intervals, what the block waits for, and what happens `then`."""
+    """Prints on stderr, at intervals, `what` the block waits for, and what happens `then`."""
     if getattr(_reports, "active", False):  # an enclosing block reports already
         yield
         return
@@ -209,7 +209,7 @@ def reporting(what: str, then: str = "") -> Iterator[None]:
         pause = REPORT_SECONDS
         while not over.wait(pause):
             pause = _INTERVAL_SECONDS
-            waited = f"{what}; waiting since {time.monotonic() - began:.0f} s"
+            waited = f"{what}; waiting for {time.monotonic() - began:.0f} s"
             text = f"{waited}, {then}" if then else waited
             # A single write, because other threads may report too.
             sys.stderr.write(f"{terminal.fit(text)}\n")
@@ -231,7 +231,7 @@ _reports = threading.local()
 
 def is_error(error: Exception) -> bool:
     """Returns whether an error may come from a client library."""
-    # Client libraries' errors share no base class but Exception; some come from dependencies.
+    # The libraries' errors share no base class but Exception, and some come from their dependencies.
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or bool(packages & {"aiohttp", "gcsfs", "google", "requests"})
 
@@ -279,7 +279,7 @@ def check(path: pathlib.Path, key: str) -> None:
                     f"{key} {path}",
                     ...,
                     f": there is no bucket {bucket}",
-                    f"make it with gcloud storage buckets create {PREFIX}{bucket}, or give another folder",
+                    f"create it with gcloud storage buckets create {PREFIX}{bucket}, or give another folder",
                 )
             blobs = storage.list_blobs(bucket, prefix=f"{name}/", max_results=1, **patience())
             next(iter(blobs), None)
@@ -329,7 +329,7 @@ def kind(path: pathlib.Path) -> str | None:
 def sums(folder: pathlib.Path) -> dict[str, str | None]:
     """Returns object name -> MD5, as computed by the bucket, for all objects below a folder.
 
-    The MD5 is None for an object that was composed of several objects: the bucket computes none.
+    The MD5 is None for an object composed of several objects: the bucket computes none for it.
     """
     bucket, name = split(folder)
     with plain_errors(folder):

@@ -1,6 +1,6 @@
 """Locks in a bucket, which keep runs on other machines out of a folder.
 
-A lock is an object that is created only if it is absent, and renewed while its run goes on. If the
+A lock is an object that is created only if it is absent, and renewed while its run continues. If the
 process that created it ran on this machine and has ended, another process takes the lock over.
 """
 
@@ -77,7 +77,7 @@ class _Lease:
                 if self._write(0):
                     return
                 lock = self._bucket().get_blob(buckets.split(self._path)[1], **buckets.patience())
-                if lock is None:  # it was released in the meantime
+                if lock is None:  # the lock was released in the meantime
                     ended, owner, age = True, {}, 0.0
                 else:
                     owner = buckets.parse_json(lock.download_as_bytes(**buckets.patience()))
@@ -89,7 +89,7 @@ class _Lease:
                     return
         except OSError as error:
             problem = f"cannot be locked ({error.strerror})"
-            remedy = "give a folder into which this machine can write"
+            remedy = "give a folder that this machine can write to"
             raise UserError(self._folder, ..., problem, remedy) from None
         who = f"process {owner.get('process', '?')} on {owner.get('host', '?')}"
         if age < _STALE_SECONDS:
@@ -145,7 +145,7 @@ class _Lease:
 
 
 def _machine() -> str:
-    """Returns an id of this boot and its process namespace; '' if there is none."""
+    """Returns an ID of this boot and process namespace; '' if the system has none."""
     try:
         # Process ids are unique only within one namespace, such as a container.
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -24,7 +24,7 @@ ValueT = TypeVar("ValueT")
 MAX_SETTINGS_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 2**30
 MAX_DEPTH = 100  # levels of nested lists and objects; deeper values break recursive code
-_TOO_DEEP = f"it is nested too deep, more than {MAX_DEPTH} levels"
+_TOO_DEEP = f"it is nested too deeply, more than {MAX_DEPTH} levels"
 _UTF_8 = "utf-8-sig"  # UTF-8 with or without a byte-order mark
 TYPES = {
     stat.S_IFDIR: "a folder",
@@ -59,7 +59,7 @@ def open_file(path: Path) -> io.BufferedReader:
       ValueError: it is not a regular file, or cannot be opened; the message is the reason.
     """
     try:
-        # Checked before the file is opened: opening a device may rewind a tape or block.
+        # Check the type before opening: opening a device may rewind a tape or block.
         path_type = kind(path)
         if path_type is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -86,7 +86,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
             content = buckets.read(path)
         else:
             with open_file(path) as file:
-                # Checked before memory is allocated, and again because files of /proc report 0.
+                # Check before memory is allocated, and again below, because files of /proc report 0.
                 _check_size(os.fstat(file.fileno()).st_size, max_bytes)
                 content = file.read(max_bytes + 1)
         _check_size(len(content), max_bytes)
@@ -98,7 +98,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict", max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Reads a regular file of UTF-8. Rejects pipes, which may block, and devices, which never end.
+    """Reads a regular UTF-8 file. Rejects pipes, which may block, and devices, which never end.
 
     A byte-order mark at the start, which Windows editors write, is stripped. The line ends "\\r\\n"
     and "\\r" become "\\n". Raises the errors of `open_file`, and a ValueError that names the first
@@ -125,23 +125,23 @@ def decode(content: bytes, errors: str = "strict") -> str:
         ) from None
     if errors == "strict" and "\0" in text:
         raise ValueError(
-            f"line {_line_at(content, content.index(0))} has a NUL byte, so it is not a text file"
+            f"line {_line_at(content, content.index(0))} has a NUL byte, so the file is not text"
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Reads a file of JSON. Raises like `read_text`, and a ValueError if it is not JSON."""
+    """Reads a JSON file. Raises like `read_text`, and a ValueError if it is not JSON."""
     return parse_json(read_text(path, max_bytes=max_bytes))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a file of TOML. Raises like `read_text`, and a ValueError if it is not TOML."""
+    """Reads a TOML file. Raises like `read_text`, and a ValueError if it is not TOML."""
     return _parse(tomllib.loads, read_text(path, max_bytes=MAX_SETTINGS_BYTES))
 
 
 def parse_json(text: str) -> Any:
-    """Parses a text of JSON; raises a ValueError with the reason if it cannot."""
+    """Parses JSON text; raises a ValueError with the reason if the text is not valid."""
     return _parse(json.loads, text)
 
 
@@ -159,11 +159,11 @@ def _check_kind(path_type: str) -> None:
 
 def _check_size(size: int, most: int) -> None:
     if size > most:
-        raise ValueError(f"it has more than {most / 2**20:,.4g} MiB, the largest size that is read")
+        raise ValueError(f"it has more than {most / 2**20:,.4g} MiB, which is the size limit")
 
 
 def _check_depth(value: ValueT) -> ValueT:
-    # Level by level, because a deep value would exceed the limit of recursion.
+    # Go level by level: recursion into a deep value would exceed Python's limit.
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         if not level:

@@ -36,7 +36,7 @@ def convert(value: Any, kind: type[ValueT] | UnionType, file: object, where: str
     except UnicodeEncodeError as error:  # JSON can escape a lone surrogate: "\\ud800"
         half = shown(error.object[error.start : error.end])
         problem = f"has a lone surrogate, {half}, which is not a character"
-        raise UserError(f"{file}: {where or 'a text'}", ..., problem, "replace it") from None
+        raise UserError(f"{file}: {where or 'a text'}", ..., problem, "remove it") from None
 
 
 def _error(file: object, text: str, value: Any, kind: Any, where: str) -> UserError:

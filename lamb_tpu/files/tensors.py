@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"  # in transformers' format; maps each ten
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
 _OTHERS = {".h5": "Keras", ".msgpack": "Flax", ".onnx": "ONNX", ".gguf": "llama.cpp"}
 
-_MIXED = "use the index and the shards of one checkpoint"
+_MIXED = "use an index and shards that were saved together"
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
@@ -27,14 +27,14 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
 def load(file: pathlib.Path) -> dict[str, np.ndarray]:
     """Reads the arrays of a .safetensors file, or of all shards that an index (.json) lists."""
     if not file.is_file():
-        raise UserError(file, ..., "is missing", "give a file of weights")
+        raise UserError(file, ..., "is missing", "give an existing file of weights")
     tensors = _load_shards(file) if file.suffix == ".json" else _load(file)
     check_finite(tensors, str(file))
     return tensors
 
 
 def check_finite(tensors: Mapping[str, Any], where: str) -> None:
-    """Raises a UserError that names the tensors with a NaN or an infinity, if there are any."""
+    """Raises a UserError that names the first tensors with NaN or infinity, if there are any."""
     wrong = [name for name, tensor in tensors.items() if not _is_finite(np.asarray(tensor))]
     if wrong:
         problem = f"has NaN or infinity in {len(wrong)} tensor(s): {', '.join(wrong[:4])}"
@@ -42,7 +42,7 @@ def check_finite(tensors: Mapping[str, Any], where: str) -> None:
 
 
 def differ(where: object, verb: str, names: Sequence[str]) -> UserError:
-    """Returns the error about tensors that only the network or only the weights have."""
+    """Returns the error for tensors that only the network or only the file of weights has."""
     problem = f"{verb} {len(names)} tensor(s): {', '.join(names[:4])}"
     return UserError(where, ..., problem, "use the weights of this network")
 
@@ -58,8 +58,8 @@ def check_format(file: pathlib.Path, key: str) -> None:
             f"{file.name!r}, weights_only=True), {WEIGHTS!r})",
         )
     if file.suffix in _OTHERS:
-        problem = f"is in the format of {_OTHERS[file.suffix]}, which is not supported"
-        remedy = f"save the network as {WEIGHTS} with the library that wrote it"
+        problem = f"is a {_OTHERS[file.suffix]} file, which is not supported"
+        remedy = f"convert it to {WEIGHTS}"
         raise UserError(f"{key}: {file}", ..., problem, remedy)
 
 
@@ -71,7 +71,7 @@ def _is_finite(array: np.ndarray) -> bool:
 def _load(file: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:  # OSError: it is a folder, or not permitted
+    except (OSError, SafetensorError) as error:  # OSError: a folder, or no permission
         remedy = "copy or save it again"
         raise unreadable(file, error, remedy, "is not a complete safetensors file") from None
 
@@ -85,10 +85,10 @@ def _load_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
             raise UserError(index, ..., problem, "copy the shard into the same folder")
         shard_tensors = _load(file)
         for name in names - shard_tensors.keys():
-            problem = f"says that {shard} has the tensor {name}, which that file lacks"
+            problem = f"expects {shard} to contain the tensor {name}, which that file lacks"
             raise UserError(index, ..., problem, _MIXED)
         for name in shard_tensors.keys() - names:
-            problem = f"has the tensor {name}, but {index.name} does not list it in this file"
+            problem = f"has the tensor {name}, but {index.name} does not map it to this file"
             raise UserError(file, ..., problem, _MIXED)
         tensors |= shard_tensors
     return tensors
@@ -102,7 +102,7 @@ def _shards(index: pathlib.Path) -> dict[str, set[str]]:
         raise unreadable(index, error, "copy or save it again", "is not JSON") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        problem = "has no weight_map from the names of tensors to files"
+        problem = "has no weight_map that maps tensor names to files"
         raise UserError(index, ..., problem, "copy or save it again")
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
@@ -112,7 +112,7 @@ def _shards(index: pathlib.Path) -> dict[str, set[str]]:
             or not shard.endswith(".safetensors")
             or any(character in shard for character in "/\\:\0")
         ):
-            problem = f"lists the tensor {name} in {shard!r}, which is not a valid shard"
+            problem = f"maps the tensor {name} to {shard!r}, which is not a valid shard"
             raise UserError(index, ..., problem, "name a .safetensors file in the same folder")
         shards.setdefault(shard, set()).add(name)
     return shards

@@ -7,8 +7,8 @@ import time
 
 from lamb_tpu.files import buckets
 
-_SECONDS = 30.0  # least time between two uploads, except before a checkpoint
-_REST = 20  # least time between two uploads, as a multiple of the duration of the first
+_SECONDS = 30.0  # minimum time between two uploads, except before a checkpoint
+_REST = 20  # minimum time between two uploads, as a multiple of the duration of the first
 
 
 class Upload:

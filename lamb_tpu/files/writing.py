@@ -1,4 +1,4 @@
-"""Writes files; a full or read-only disk, or a lost folder, raises an error of one sentence."""
+"""Writes files; a full or read-only disk, or a deleted folder, raises a one-sentence UserError."""
 
 import contextlib
 import errno
@@ -14,8 +14,8 @@ from lamb_tpu.errors import UserError
 from lamb_tpu.files import buckets, reading
 from lamb_tpu.files.uploads import Upload
 
-_AGAIN = "then start the same command again: it goes on from the last checkpoint"
-# Messages of the C library, to search for in TensorStore's errors, which are text.
+_AGAIN = "then start the same command again: it resumes from the last checkpoint"
+# Messages of the C library; `reason` searches for them in TensorStore's errors, which are text.
 _KNOWN = [
     os.strerror(getattr(errno, name))
     for name in (
@@ -32,9 +32,9 @@ def reason(error: BaseException) -> str:
     for known in _KNOWN:
         if known in text:
             return known
-    # TensorStore's errors for a bucket begin with such a code; gcsfs gives only a URL.
+    # TensorStore's errors for a bucket begin with a code; gcsfs's errors have only a URL.
     if "NOT_FOUND" in text or isinstance(error, FileNotFoundError):
-        return "the bucket or an object in it is not there"
+        return "the bucket or an object in it does not exist"
     if buckets.is_unavailable(error):
         return buckets.reason(error)
     if "PERMISSION_DENIED" in text or "Forbidden" in text:
@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def checked(path: str | os.PathLike[str], flag: str = "") -> Iterator[None]:
-    """Turns an OSError of the block, which writes `path`, into a UserError of one sentence.
+    """Turns an OSError of the block, which writes `path`, into a one-sentence UserError.
 
     `flag` is the flag that names the path, such as '--out'; '' for a file of a run.
     """
@@ -91,7 +91,7 @@ def check_target(path: str | pathlib.Path, flag: str = "", parents: bool = False
     Args:
       path: the file, which may be missing. In a str, `~` is expanded.
       flag: see `checked`.
-      parents: whether its folder may be missing, because it is created later.
+      parents: whether the folder of the file may be missing; True if it is created later.
     """
     if isinstance(path, str):
         path = buckets.local(path, flag or "the path")
@@ -181,7 +181,7 @@ def _temporary(target: pathlib.Path, before: os.stat_result | None) -> Iterator[
 
     On exit, removes the file unless it was renamed.
     """
-    # In the same folder, because a rename is atomic only within a file system. The name is not made
+    # Use the same folder, because a rename is atomic only within a file system. Do not derive the name
     # from the target's name, which may have the maximum length.
     path = target.with_name(f".lamb_tpu-{secrets.token_hex(8)}.tmp")
     # O_EXCL and O_NOFOLLOW: never opens another user's file or a link.
@@ -190,7 +190,7 @@ def _temporary(target: pathlib.Path, before: os.stat_result | None) -> Iterator[
     with open(path, "wb", buffering=0, opener=lambda name, _: os.open(name, flags, mode)) as file:
         try:
             if before is not None:
-                with contextlib.suppress(OSError):  # only root may give files away
+                with contextlib.suppress(OSError):  # only root may change the owner
                     os.fchown(file.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(file.fileno(), mode)  # the mode above is subject to the umask
             yield file
@@ -220,7 +220,7 @@ def _sync_folder(folder: pathlib.Path) -> None:
 
 def try_out(folder: pathlib.Path) -> None:
     """Writes, syncs, renames and removes a small file in a folder, as a save does."""
-    # Several processes may do this at once, and nobody can prepare a link with a random name.
+    # Use a random name: several processes may do this at once, and no other user can guess the name.
     first = folder / f".write-probe-{secrets.token_hex(8)}"
     if buckets.is_remote(folder):
         buckets.write(first, bytes(4096))
@@ -231,7 +231,7 @@ def try_out(folder: pathlib.Path) -> None:
         with first.open("xb") as file:
             file.write(bytes(4096))
             file.flush()
-            # Otherwise the bytes may only be cached, and a full disk would show later.
+            # Without this, the bytes may only be cached, and a full disk would be noticed later.
             os.fsync(file.fileno())
         first.rename(second)
     finally:
@@ -241,9 +241,9 @@ def try_out(folder: pathlib.Path) -> None:
 
 
 class LineFile:
-    """A text file that grows by complete lines; a killed process loses none of them.
+    """A text file to which complete lines are appended; killing the process loses no line.
 
-    A power failure may lose the lines since the last `flush`. In a bucket, a kill may lose them too,
+    A power failure may lose the lines since the last `flush`. In a bucket, a kill may lose lines too,
     see `uploads.Upload`. If a line cannot be written, or `path` is no longer this file, `failed` is
     called once with a UserError and later lines are dropped. Without `failed`, the error is raised.
     """
@@ -258,7 +258,7 @@ class LineFile:
                 self._upload = Upload(path.parent)
                 path = self._upload.fetch(path.name)
             self._local, is_new = path, not path.exists()
-            # Unbuffered: otherwise close would write a line again that a full disk rejected.
+            # Unbuffered: otherwise `close` would try again to write a line that a full disk rejected.
             self._file = path.open("ab", buffering=0)
             if is_new and self._upload is None:
                 _sync_folder(path.parent)
@@ -300,7 +300,7 @@ class LineFile:
     def _check_not_moved(self) -> None:
         """Rejects a file that was moved or deleted: writes would succeed, but be lost."""
         try:
-            # Compares the open file with the one at its path.
+            # Compare the open file with the file at its path.
             if os.path.samestat(os.fstat(self._file.fileno()), self._local.stat()):
                 return
         except OSError:
@@ -308,7 +308,7 @@ class LineFile:
         raise UserError(
             self._path,
             ...,
-            "was moved, replaced or deleted while the run wrote it",
+            "was moved, replaced or deleted while the run was writing to it",
             "put its folder back and start the same command again, or start it with another --workdir",
         )
 

@@ -66,7 +66,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _show_options(show: terminal.Parser) -> None:
-    show.add_argument("tables", nargs="+", metavar="TABLE", help="such as lamb/mnist, or lamb")
+    show.add_argument("tables", nargs="+", metavar="TABLE", help="lamb/mnist or lamb, for example")
     _add_records(show)
 
 
@@ -128,7 +128,7 @@ def _report_options(report: terminal.Parser) -> None:
 
 
 def _add_records(command: terminal.Parser) -> None:
-    text = "folder of your own records; may be gs://... (default: the records beside the tables)"
+    text = "folder of your records; may be gs://... (default: the records beside the tables)"
     command.option("--records=DIR", text)
 
 

@@ -1,4 +1,4 @@
-"""Finds the cell of a finished run from another machine, such as a pod or a GPU."""
+"""Adds finished runs from other machines, such as a pod or a GPU, to the records of their cells."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
     lines = [f"{finished.job.table.key}: {finished.job.name}"]
     if finished.record["device"].startswith("TPU"):
         lines.append(
-            "in a checkout, python -m experiments.plan --add=WORKDIR adds its speed to the "
+            "in a checkout, python -m experiments.plan --add=WORKDIR adds the run's speed to the "
             "calibration of plans"
         )
     return lines
@@ -70,14 +70,14 @@ def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:
     if nearest is None:
         raise UserError(
             workdir,
-            problem=f"matches no table: none has runs of {len(chain)} stages",
+            problem=f"matches no table: no table has runs of {len(chain)} stage(s)",
             remedy="give the workdir of a table's run",
         )
     raise UserError(
         workdir,
         problem=f"matches no table: the nearest cell, {nearest[1]}, has another config ('there' is "
         f"this run, 'now' is the table): {'; '.join(nearest[2][:6])}",
-        remedy="give a run with the config of a cell",
+        remedy="give a run whose config is that of a cell",
     )
 
 
@@ -95,7 +95,7 @@ def _chain(workdir: pathlib.Path) -> list[dict[str, Any]]:
     chain = [Workdir(workdir, "WORKDIR").read_config()]
     while (start := chain[0].get("init_from")) is not None:
         folder = pathlib.Path(start)
-        # A copied run keeps its stages side by side.
+        # If a run was copied, the folders of its stages are still side by side.
         sibling = workdir.parent / folder.name
         candidates = (each for each in (folder, sibling) if (each / "config.json").exists())
         previous = next(candidates, None)
@@ -114,4 +114,4 @@ def _check_complete(workdir: pathlib.Path) -> None:
     phases = {key.split(".")[1] for key in config if key.startswith("phases.")}
     run = runs.read(workdir / max(phases) if phases else workdir, "WORKDIR")
     if reason := run.unfinished():
-        raise UserError(workdir, problem=f"holds a run that {reason}", remedy="let it finish")
+        raise UserError(workdir, problem=f"holds a run that {reason}", remedy="let the run finish")

@@ -49,7 +49,7 @@ def checkpoints(seconds: float | None) -> str | None:
 
 
 def fitting(jobs: Sequence[Job], results: Results, seconds: float) -> list[Job]:
-    """Returns the runs that fit into a time one after another, the most informative first.
+    """Returns the runs that fit into `seconds` one after another, the most informative first.
 
     Every cell gets its first seed before any second seed. Among runs with the same seed, cells with a
     published value come first. A run of unknown time is accepted, but is the last of the returned runs.

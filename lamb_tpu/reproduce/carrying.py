@@ -32,19 +32,19 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
 
 
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
-    """Adds the records of a file that `write` made to those beside the tables; returns a line per record."""
+    """Adds the records in a file made by `write` to those beside the tables; returns a line per record."""
     return _take(path, records_lib.read_carried(path), tables)
 
 
 def take_folder(folder: pathlib.Path, tables: Mapping[str, Table]) -> list[str] | None:
-    """Like `take`, for a folder that `run --records` made, including the records of array jobs.
+    """Adds the records in a folder made by `run --records`, including those of array jobs; see `take`.
 
     Returns None if the folder has no records of these tables.
     """
     groups: list[_Group] = []
     folders = [folder, *arrays.folders(folder)]
     for table in tables.values():
-        # Any number of searched values serves: the file name of the tuned form does not depend on it.
+        # The 2 is arbitrary: the file name of the tuned form does not depend on the number of values.
         for form in [table] if table.tuning else [table, tuning.tuned(table, 2)]:
             runs: dict[Any, tuple[Record, Configs]] = {}
             for results in (Results(form, each) for each in folders):
@@ -92,8 +92,8 @@ def _take(path: pathlib.Path, groups: Sequence[_Group], tables: Mapping[str, Tab
     if rejected:
         raise UserError(
             path,
-            problem=f": {len(lines)} records were added; {len(rejected)} were not, because their config "
-            f"is not the table's or their code was not committed: {rejected[0]}",
+            problem=f": {len(lines)} record(s) were added, but {len(rejected)} were rejected, such as "
+            f"{rejected[0]}; train rejected runs again with the table's config and committed code",
         )
     return lines
 

@@ -1,7 +1,7 @@
 """Prints the commands that train each cell with seed 0, on this machine or on a TPU slice.
 
-The output is a shell script. It has variables for values that were not given; the script checks that
-each variable is set, and otherwise prints how to set it.
+The output is a shell script, with variables for values that were not given. The script checks that each
+variable is set, and otherwise prints how to set it.
 """
 
 import os
@@ -46,14 +46,14 @@ def show(
     printed commands use a shell variable.
     """
     if topology is not None:
-        from lamb_tpu.reproduce import launches  # late: it imports every model
+        from lamb_tpu.reproduce import launches  # imported late, because it imports every model
 
         if data is not None and not buckets.is_remote(data):
             raise UserError(
                 "--data",
                 data,
-                "is a folder of this machine",
-                "with --topology, use a folder of a bucket, such as --data=gs://BUCKET/data, "
+                "is a folder on this machine",
+                "with --topology, use a folder in a bucket, such as --data=gs://BUCKET/data, "
                 "which is copied to every host",
             )
     if data is not None and buckets.is_remote(data):
@@ -63,8 +63,8 @@ def show(
                 "--data",
                 data,
                 "is remote",
-                "use a folder of this machine, or --topology for a launch that copies it to "
-                "every host",
+                "use a folder on this machine, or add --topology for a launch, which copies "
+                "the folder to every host",
             )
     elif data is not None:
         data = str(buckets.local(data, "--data").absolute())
@@ -83,14 +83,14 @@ def head(table: Table, scale: Scale) -> list[str]:
     cost_text = cost(scale, summaries(table, scale, Results(table)))
     lines = [comment(f"{table.key}, {scale.name}" + (cost_text and f": {cost_text}"))]
     if scale.name == "smoke":
-        lines.append(comment(f"not the paper's: {scale.about}"))
+        lines.append(comment(f"not the paper's setting: {scale.about}"))
     if table.tuning is not None:
         lines.append(comment(f"{table.tuning.key} has the recipe's value; `run` searches it first"))
     return lines
 
 
 def here(table: Table, scale: Scale, cells: Sequence[Cell], data: str | None) -> list[str]:
-    """Returns comments about the data that cells need, and then the commands that train them here."""
+    """Returns comments about the data that cells need, and then the commands that train the cells."""
     needed = needs(table, scale, cells, DATA if data is None else data)
     missing = [folder for folder in needed.values() if not folder.downloaded]
     root = data

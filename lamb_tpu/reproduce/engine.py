@@ -129,8 +129,8 @@ def due(
 def execute(job: Job, setup: RunSetup, checkpoints: str | None = None) -> Finished:
     """Trains or resumes a job, and returns its record.
 
-    `checkpoints` is the duration between checkpoints, such as '2 percent'; if it is None, the value of
-    `setup.changed` or else of the recipe is used.
+    `checkpoints` is the duration between checkpoints, such as '2 percent'; None uses the value in
+    `setup.changed` or else in the recipe.
     """
     configs, flat, folders = _prepared(job, setup, checkpoints)
     if job.scale.cpu_devices > 1:
@@ -229,7 +229,7 @@ def check(jobs: Sequence[Job], setup: RunSetup) -> None:
         if reason := metric_lib.unknown(flatten(last), job.scale.metric.key):
             problem, _, remedy = reason.partition("; ")
             key = f"{job.table.path}: metric.key"
-            raise UserError(key, job.scale.metric.key, f", {problem}", remedy)
+            raise UserError(key, job.scale.metric.key, f"is a metric {problem}", remedy)
 
 
 def _check_data(
@@ -242,11 +242,11 @@ def _check_data(
     folder = folder_of(data_name, f"DIR/{name}")
     downloaded = folder is None or folder.downloaded
     instructions = (
-        f"`python -m lamb_tpu.reproduce commands {job.table.key} --scale={job.scale.name}` describes "
-        "its content and how to create it"
+        f"run `python -m lamb_tpu.reproduce commands {job.table.key} --scale={job.scale.name}` to see "
+        "what it must contain and how to create it"
     )
     if "smoke" in job.table.scales and job.scale.name != "smoke":
-        instructions += "; --scale=smoke needs no data"
+        instructions += ", or use --scale=smoke, which needs no data"
     if data is None:
         if name and not downloaded:
             raise UserError(
@@ -270,7 +270,7 @@ def _check_data(
 
 @contextlib.contextmanager
 def _data_errors(job: Job, stage: int) -> Iterator[None]:
-    """Adds --data to an error about a data folder, because `run` cannot set its config key."""
+    """Adds --data to an error about a data folder, because `run` cannot set the folder's key."""
     try:
         yield
     except UserError as error:

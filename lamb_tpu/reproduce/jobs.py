@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 
 class JobStage(NamedTuple):
-    """One training run of a job: a recipe as --config takes it, and config overrides."""
+    """One training run of a job: a recipe in the syntax of --config, and config overrides."""
 
     recipe: str
     overrides: Mapping[str, Any]
@@ -112,8 +112,8 @@ def stages(
                     raise UserError(
                         f"{job.table.path}: tuning.key",
                         tuning.key,
-                        f"is {value!r} in the config of cell {cell.name}",
-                        "use a key that holds a number",
+                        f"has the value {value!r} in cell {cell.name}, not a number",
+                        "use a key whose value is a number",
                     )
                 changed[tuning.key] = value * factor
                 if job.factor is not None:
@@ -157,7 +157,7 @@ def _data_name(recipe: str) -> str:
 
 
 def free_values(flags: Sequence[str]) -> dict[str, Any]:
-    """Parses flags for keys that change no result (see `FREE_KEYS`), such as --config.log.every=..."""
+    """Parses flags for keys that change no result (see `FREE_KEYS`), such as --config.log.every=X."""
     values: dict[str, Any] = {}
     for flag in flags:
         key, separator, text = flag.removeprefix("--config.").partition("=")

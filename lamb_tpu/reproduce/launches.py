@@ -1,7 +1,7 @@
 """Prints launches of a table's cells on a TPU slice, as commands of `lamb_tpu.launch`.
 
 If the batch of a later stage, such as fine-tuning, is not divisible by the number of devices, that stage
-uses the largest slice of the same TPU generation for which it is divisible.
+uses the largest slice of the same TPU generation whose number of devices divides the batch.
 """
 
 import pathlib
@@ -50,7 +50,7 @@ def lines(
     result = []
     if shown:
         result += [
-            comment(f"{root.replace(BUCKET, 'BUCKET')} must contain, created here in {_COPIED}"),
+            comment(f"{root.replace(BUCKET, 'BUCKET')} must contain a copy of ./{_COPIED}:"),
             *commands.listing(shown, _COPIED),
             comment(f"  gcloud storage rsync {_COPIED} {quote(root)} --recursive"),
         ]
@@ -81,7 +81,7 @@ def preferred(version: str) -> str:
     >>> preferred("v3"), preferred("v6e")
     ('queued-resource', 'compute')
     """
-    # The Cloud TPU API is only maintained, so use its queue only for generations without an alternative.
+    # The Cloud TPU API gets no new features, so use its queue only if a generation has no alternative.
     return "compute" if "compute" in generations.interfaces(version) else "queued-resource"
 
 

@@ -1,6 +1,6 @@
 """Reads the papers' tables from TOML files: published values, and the recipes that reproduce them.
 
-A folder of papers has one subfolder per paper, such as experiments/lamb. It contains paper.toml:
+A folder of papers has one subfolder per paper, such as experiments/lamb. Each contains paper.toml:
 
     title = "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
     arxiv = "1904.00962"
@@ -75,7 +75,7 @@ from lamb_tpu.run.metric import not_measured
 
 _PAPER_FILE = "paper.toml"
 TRUST_FLAG = "--trust-papers"
-# Overrides of the searching runs of `run --tune=N`, unless the table gives others.
+# Config overrides of the search runs of `run --tune=N`, unless the table gives others.
 _HELD_OUT = {"data.train_split": "train[:90%]", "data.eval_split": "train[90%:]"}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
@@ -110,8 +110,8 @@ def load_all(papers: pathlib.Path, trusted: bool = False) -> dict[str, Table]:
             "--papers",
             str(papers),
             "has no tables",
-            f"give a folder with one folder per paper, which has {_PAPER_FILE} and a .toml file "
-            "per table",
+            f"give a folder with one subfolder per paper, each with {_PAPER_FILE} and a .toml "
+            "file per table",
         )
     return tables
 
@@ -126,8 +126,8 @@ def _check_code(table: Table) -> None:
             raise UserError(
                 f"{table.path}: recipe",
                 recipe,
-                "is a file of Python code that is not one of the shipped recipes",
-                f"give {TRUST_FLAG} if you trust the author of that folder",
+                "is a file of Python code that is not a shipped recipe",
+                f"use a shipped recipe, or give {TRUST_FLAG} if you trust the author of --papers",
             )
     sections: list[Mapping[str, Any]] = [
         table.space.overrides,
@@ -178,10 +178,7 @@ def _table(path: pathlib.Path, paper: Paper) -> Table:
     cells = _cells(path, form, scales)
     if not set(form.columns) <= set(COLUMNS):
         raise UserError(
-            f"{path}: columns",
-            form.columns,
-            "has an unknown name",
-            f"use some of {listed(COLUMNS)}",
+            f"{path}: columns", form.columns, "has an unknown name", f"use any of {listed(COLUMNS)}"
         )
     tuning = form.tuning and replace(form.tuning, overrides=_dotted(form.tuning.overrides))
     for scale in scales.values():
@@ -210,7 +207,7 @@ def _check_metric(metric: Metric, path: pathlib.Path, where: str) -> None:
             f"{path}: {where}.chance",
             metric.chance,
             "is not below 1, although higher values are better",
-            "use a value such as 0.1, for an accuracy among 10 classes",
+            "use a fraction, such as 0.1 for the accuracy of guessing among 10 classes",
         )
 
 
@@ -223,7 +220,7 @@ def _stages(
     if has_both or (needed and not stages and config is None):
         problem = "has both config and stages" if has_both else "has neither config nor stages"
         remedy = (
-            "give config, a recipe such as 'mnist_lenet:batch=4096', or stages, a list of recipes"
+            "give either config (a recipe, such as 'mnist_lenet:batch=4096') or stages (a list)"
         )
         raise UserError(f"{path}: {where}", problem=problem, remedy=remedy)
     return stages if config is None else (config,)
@@ -236,14 +233,14 @@ def _scale(path: pathlib.Path, name: str, form: schema.ScaleForm, metric: Metric
         raise UserError(
             f"{path}: scales.{name}.data",
             form.data,
-            f"does not have one folder for each of the {len(stages)} stages",
+            f"must have one entry per stage, {len(stages)} in all",
             "use '' for a stage without data",
         )
     if form.over_cells and len(form.over_cells) != len(stages):
         raise UserError(
             f"{path}: scales.{name}.over_cells",
-            problem=f"has {len(form.over_cells)} entries for {len(stages)} stages",
-            remedy="give one entry per stage, {} for a stage without changes",
+            problem=f"has {len(form.over_cells)} entries for {len(stages)} stage(s)",
+            remedy="give one entry per stage ({} if a stage has no changes)",
         )
     if form.metric is not None:
         _check_metric(form.metric, path, f"scales.{name}.metric")
@@ -278,14 +275,14 @@ def _cells(
             raise UserError(
                 f"{path}: tuned_by of cell {cell.name}",
                 cell.tuned_by,
-                "is not another cell of a table with [tuning]",
+                "is not a cell, or the table has no [tuning]",
                 "use the name of another cell, and give [tuning]",
             )
         if cell.baseline and cell.baseline not in cells:
             raise UserError(
                 f"{path}: baseline of cell {cell.name}",
                 cell.baseline,
-                "is not another cell",
+                "is not a cell of the table",
                 f"use {listed(cells)}",
             )
     if {(bool(cell.row), bool(cell.column)) for cell in cells.values()} not in (
@@ -334,15 +331,15 @@ def _cell(
         raise UserError(
             f"{path}: first of cell {name}",
             problem="has keys of the first of several stages, but a scale has only one stage",
-            remedy="give them as overrides",
+            remedy="give these keys as overrides",
         )
     fewest = min(scales.values(), key=lambda scale: len(scale.stages))
     if len(cell.stages) > len(fewest.stages):
         raise UserError(
             f"{path}: stages of cell {name}",
             problem=f"has {len(cell.stages)} entries, which replace the last stages of a scale, but the "
-            f"scale {fewest.name} has only {len(fewest.stages)} stages",
-            remedy=f"give at most {len(fewest.stages)}",
+            f"scale {fewest.name} has only {len(fewest.stages)} stage(s)",
+            remedy=f"give at most {len(fewest.stages)} entries",
         )
     return cell
 

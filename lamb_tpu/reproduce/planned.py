@@ -74,7 +74,7 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 
 def read(papers: pathlib.Path) -> tuple[Planned, ...]:
-    """Reads the planned values of a folder of papers; returns none if the file is missing."""
+    """Reads the planned values of a folder of papers; returns () if the file is missing."""
     path = papers / FILE
     try:
         content = reading.read_json(path)
@@ -89,7 +89,7 @@ def read(papers: pathlib.Path) -> tuple[Planned, ...]:
             raise UserError(
                 f"{path}: entry {number}",
                 problem=f"has low {entry.low:g}, value {entry.value:g} and high {entry.high:g}",
-                remedy="give them in ascending order",
+                remedy="give these three in ascending order",
             )
         if entry.key in known:
             raise UserError(
@@ -116,7 +116,7 @@ def heads(table: Table, plans: Sequence[Planned]) -> list[str]:
 
 
 def columns(table: Table, scale: Scale, cell: Cell, plans: Sequence[Planned]) -> list[str]:
-    """Returns a cell's planned values, each preceded by the paper's value if no other column shows that.
+    """Returns a cell's planned values, each after the paper's value unless another column shows that value.
 
     Only the paper's scale has planned values.
     """
@@ -154,6 +154,6 @@ def _metrics(plans: Iterable[Planned]) -> Mapping[str, str]:
 
 
 def dump(entries: Sequence[Planned]) -> str:
-    """Returns the text of the file."""
+    """Returns the text of planned.json for some entries."""
     lines = [msgspec.json.encode(msgspec.to_builtins(each)).decode() for each in entries]
     return "[\n" + ",\n".join(lines) + "\n]\n"

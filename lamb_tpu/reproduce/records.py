@@ -106,7 +106,7 @@ class Files(NamedTuple):
     Attributes:
       records: valid records with their line numbers.
       configs: valid configs by hash.
-      damage: a sentence for each damaged entry; it names file, line and key.
+      damage: a sentence for each damaged entry, with its file, line and key.
     """
 
     records: list[tuple[int, Record]]
@@ -159,7 +159,7 @@ def _read_configs(path: pathlib.Path, damage: list[str]) -> dict[str, Configs]:
         damage.append(f"{path} cannot be read ({error})")
         return {}
     if not isinstance(content, dict):
-        damage.append(f"{path} is {shown(content)}; it must be an object of configs by their hash")
+        damage.append(f"{path} is {shown(content)}; it must map hashes to configs")
         return {}
     valid = {}
     for digest, configs in content.items():
@@ -186,12 +186,12 @@ def check(record: Any, where: str) -> None:
     if len(steps) > 1 or any(list(each) != sorted(set(each)) for each in steps):
         raise UserError(
             f"{where}: ratios",
-            problem="do not have the same updates for every layer, in ascending order",
+            problem="must have the same updates, in ascending order, for every layer",
         )
 
 
 def check_configs(configs: Any, digest: str, where: str, key: str = "") -> None:
-    """Checks the configs of a run's stages, and that they match their hash.
+    """Checks the configs of a run's stages, and their hash.
 
     Messages name the file as `where`, and the configs by their `key` in the file; '' if they have no key.
     """

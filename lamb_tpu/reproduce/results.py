@@ -1,4 +1,4 @@
-"""Records of a table's runs, and whether they are still valid.
+"""The current and stale records of a table's runs.
 
 Beside a table mnist.toml, mnist.jsonl has one line per run, and mnist.configs.json has the configs of
 the runs by hash. Records remain if workdirs are deleted: a run that has a record is repeated only if its
@@ -38,8 +38,8 @@ class Results:
 
     Args:
       table: the table.
-      folder: folder of custom records, with a subfolder per paper; None uses the records beside the
-        table.
+      folder: folder of the user's records, with a subfolder per paper; None uses the records beside
+        the table.
 
     Attributes:
       damage: a sentence for each damaged entry, with file, line and key. Commands that only read
@@ -72,7 +72,7 @@ class Results:
                 self._records[records.key_of(record)] = record
 
     def check(self) -> None:
-        """Rejects damaged files, because a command that writes would delete what it cannot read."""
+        """Rejects damaged files, because a command that writes would delete the entries it cannot read."""
         if self.damage:
             more = f" (and {len(self.damage) - 1} more)" if len(self.damage) > 1 else ""
             raise UserError(
@@ -85,7 +85,7 @@ class Results:
     def warn(self) -> None:
         """Prints a warning for each damaged entry; for commands that only read."""
         for text in self.damage:
-            print(fit(f"warning: {text}; it is omitted"), file=sys.stderr)
+            print(fit(f"warning: {text}; this entry is omitted"), file=sys.stderr)
 
     def check_writable(self, commit: str | None) -> None:
         """Checks, before any run, that records of code at this commit can be added."""
@@ -134,7 +134,7 @@ class Results:
             return None
         return UserError(
             self._path,
-            problem="takes records of committed code only, and the code has changed since "
+            problem="accepts only records of committed code, but the code has changed since "
             f"commit {str(commit)[:-1]}",
             remedy="commit the changes and then train, or keep the records elsewhere with "
             "`run --records=FOLDER`",
@@ -208,7 +208,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
         "config": "",
         **{key: receipt[key] for key in _VERSIONS},
         "processor": receipt.get("processor"),
-        # If the code had uncommitted changes at any start of the run, use that commit.
+        # If the code had uncommitted changes at any start of the run, use the commit of that start.
         "commit": next(filter(checkout.is_changed, commits), receipt["commit"]),
         **_curves(job.scale.metric.key, evaluations, trained, layers),
     }
@@ -217,7 +217,7 @@ def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Recor
 def _values(
     job: Job, evaluations: Sequence[Record], trained: Sequence[Record], diverged: str | None
 ) -> tuple[dict[str, float] | None, str | None]:
-    """Returns the final metrics (None if the run diverged), and why it diverged (None if not)."""
+    """Returns the final metrics (None if the run diverged), and why it diverged (None if it did not)."""
     metric = job.scale.metric.key
     ends = dict(evaluations[-1]) if evaluations else {}
     rates = [record[_RATE] for record in trained if _is_number(record.get(_RATE))]
@@ -293,7 +293,7 @@ def machine(record: Mapping[str, Any]) -> str:
 
 
 def _sent_bytes(trained: Sequence[Record]) -> int | None:
-    """Returns the mean bytes sent per update, over the updates that report it."""
+    """Returns the mean number of bytes sent per update, over the updates that report a number."""
     sent = count = previous = 0
     for record in trained:
         if "sent_bytes" in record:

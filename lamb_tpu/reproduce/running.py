@@ -85,12 +85,12 @@ class TablePlan(NamedTuple):
         for other in self.others:
             other.warn()
         count = 0
-        # Measurements become due when the last run of the search before them has been added.
+        # Measurements become due when the last run of their search has been added.
         while runs := [
             (each, job) for job in self.due() for each in self.others if each.holds(job)
         ]:
             for other, job in runs:
-                if not self.results.holds(job):  # otherwise two jobs trained it
+                if not self.results.holds(job):  # False if two jobs trained the same run
                     record = other.of(job)
                     assert record is not None  # implied by `holds`
                     self.results.add(record, other.config(record))
@@ -162,9 +162,9 @@ def check(plans: Sequence[TablePlan], request: TableRequest) -> None:
         (num_first, first), (num_second, second) = list(numbers.items())[:2]
         raise UserError(
             f"{first} and {second}",
-            problem=f"need {num_first} and {num_second} CPU devices, but one command can have only one "
-            "number of devices",
-            remedy="run them in separate commands",
+            problem=f"need {num_first} and {num_second} CPU devices, but the tables of one command must "
+            "use the same number",
+            remedy="run these tables in separate commands",
         )
     for table, scale, cells, *_ in plans:
         jobs = [
@@ -224,8 +224,7 @@ def _plan(table: Table, request: TableRequest) -> TablePlan:
     if request.index is not None and records is None:
         raise UserError(
             "--records",
-            problem="is missing: each job of an array stores its records in a subfolder of this "
-            "folder",
+            problem="is missing: each job of an array stores its records in a subfolder of it",
             remedy="give --records=FOLDER or --records=gs://BUCKET/FOLDER",
         )
     results, others = records_of(table, records, request.index, records)
@@ -270,7 +269,7 @@ def _train(
         if request.carry is not None:
             carrying.write(request.carry, [(plan.table, plan.results) for plan in plans])
 
-    save()  # report a file that cannot be written before training starts
+    save()  # before training starts, report a file that cannot be written
     try:
         with Watch(setup, request.processes) as watch:
             for plan in plans:
@@ -327,7 +326,7 @@ def _train_plan(
             flush=True,
         )
 
-    # More runs may be due after a search than the search had.
+    # After a search, more runs may be due than the search had.
     max_runs = max(len(plan.due()), plan.seeds * len(plan.cells))
     if processes > 1:
         workers.run_side_by_side(take, setup, min(processes, max_runs), done)

@@ -14,7 +14,7 @@ _RANGE = re.compile(r"(\w+)\((.*)\)")
 _FORMS = "log(LOW,HIGH), linear(LOW,HIGH) or values separated by commas"
 # Commas within brackets belong to one value, such as a tuple.
 _COMMA = re.compile(r",(?![^(\[]*[)\]])")
-# Maximum number of draws until enough points differ; after that the space counts as exhausted.
+# Maximum number of draws until enough points differ; then the space counts as exhausted.
 _DRAWS = 100
 
 
@@ -75,7 +75,7 @@ def parse(text: str) -> Dimension:
     if match is None:
         values = tuple(value.strip() for value in _COMMA.split(form))
         if "" in values or len(set(values)) < len(values):
-            raise UserError("--search", text, "has empty or equal values", "use different values")
+            raise UserError("--search", text, "has empty or repeated values", "use distinct values")
         return Choice(key, values)
     if match[1] not in ("log", "linear"):
         raise UserError("--search", text, f"has the unknown form {match[1]!r}", f"use KEY={_FORMS}")
@@ -93,7 +93,7 @@ def parse(text: str) -> Dimension:
         raise UserError(
             "--search",
             text,
-            "has a bound of log that is not above 0",
+            "has a logarithmic range with a bound that is not above 0",
             "use bounds above 0, or linear",
         )
     return Range(key, low, high, match[1] == "log")
@@ -126,5 +126,5 @@ def halton_points(dimensions: Sequence[Dimension], count: int, seed: int) -> lis
         "--trials",
         count,
         f"is more than the {len(points)} different points of {listed(keys, 'and')}",
-        "use fewer trials, or search wider",
+        "use fewer trials, or widen the search",
     )

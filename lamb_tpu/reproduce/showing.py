@@ -48,7 +48,7 @@ def show_list(tables: Mapping[str, Table]) -> None:
 def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
     """Prints the cells of some tables: the paper's value, the measured value, and the difference.
 
-    `records` is the folder of the user's own records; None uses those beside the tables.
+    `records` is the folder of the user's records; None uses the records beside the tables.
     """
     for number, table in enumerate(tables):
         if number:

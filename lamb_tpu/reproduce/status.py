@@ -26,7 +26,7 @@ class Status(enum.Enum):
 def of(scales: Collection[str], is_planned: bool = False) -> Status:
     """Returns the status of a cell that has measurements at some scales.
 
-    `scales` are those with a run; a diverged run counts, a stale run or a run of a search does not.
+    `scales` are the scales with a run; diverged runs count, but stale runs and runs of a search do not.
 
     >>> of(["small", "paper"], True)
     <Status.PAPER: "measured at the paper's scale">
@@ -41,7 +41,7 @@ def of(scales: Collection[str], is_planned: bool = False) -> Status:
 
 
 def label(table: Table, cell: Cell, standing: Status, detail: str) -> tuple[str, str]:
-    """Returns a status for readers, without and with its detail.
+    """Returns a status as two texts for readers, without and with its detail.
 
     The detail is the number of seeds, or why the cell is not run, see `summary.Summary.status`. An example
     is the pair 'not run' and 'not run: settings not published'.

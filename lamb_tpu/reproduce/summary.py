@@ -24,7 +24,7 @@ class Summary(NamedTuple):
       mean: mean of `values`; None if they are empty or a run diverged.
       half_width: half the 95 % interval of the mean (Student's t); None for fewer than two runs.
       distance: mean minus the published number; None if either is missing, or if the scale is not the
-        paper's, because then they measure different things.
+        paper's, because then they are not comparable.
       stale: records of the measurements with another config.
       changes: the changes in the config since the first stale record.
       search: searched values and their means, such as '0.01: 96.9, 0.02: 97.3 (chosen)'; '' without
@@ -139,7 +139,7 @@ def cost(scale: Scale, cells: Sequence[Summary]) -> str:
 
 
 def criterion(cells: Sequence[Summary], metric: Metric) -> str:
-    """Returns when a run counts as diverged, as a sentence; '' if no run of the cells diverged."""
+    """Returns the criterion for diverged runs as a sentence; '' if no run of the cells diverged."""
     failed = any(
         divergence.value(record, metric) is None
         for summary in cells

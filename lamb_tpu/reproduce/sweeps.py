@@ -67,17 +67,17 @@ def points(
         ranges = ", ".join(d.key for d in dimensions if isinstance(d, Range))
         raise UserError(
             "--trials",
-            problem=f"is missing: {ranges} is a range, and only a search of lists is finite",
+            problem=f"is missing, but must be given to search a range ({ranges})",
             remedy="give --trials=N",
         )
     count = math.prod(len(choice.values) for choice in choices)
     if count > limits.MAX_TRIALS:
         raise UserError(
             "--search",
-            problem=f"asks for a grid of {count:,} trials: {len(choices)} lists of up to "
+            problem=f"asks for a grid of {count:,} trials: {len(choices)} list(s) of up to "
             f"{max(len(choice.values) for choice in choices):,} values",
-            remedy=f"use at most {limits.MAX_TRIALS:,} trials: shorter lists, or --trials with "
-            "ranges",
+            remedy=f"use at most {limits.MAX_TRIALS:,} trials: shorten the lists, or give --trials "
+            "and ranges",
         )
     return dimensions, search.grid(choices)
 
@@ -127,7 +127,7 @@ def make(
     changed = _changed(recipe, config)
     for dimension in dimensions:
         if dimension.key in changed or dimension.key == "seed":
-            reason = "set by --seeds" if dimension.key == "seed" else "also given as --config."
+            reason = "set by --seeds" if dimension.key == "seed" else "also set by --config"
             raise UserError(
                 f"--search={dimension.key}", problem=f"is {reason}", remedy="leave one of them out"
             )
@@ -225,7 +225,7 @@ def _naming(number: int, point: Mapping[str, Any]) -> Iterator[None]:
 
 
 def check_records(sweep: Sweep, results: Results) -> None:
-    """Rejects a folder that has damaged records, or records of another sweep, because these would be lost."""
+    """Rejects a folder with damaged records or records of another sweep, which would be lost."""
     folder = sweep.table.path.parent
     results.check()
     for summary in summaries(sweep.table, sweep.scale, results):

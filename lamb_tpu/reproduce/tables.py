@@ -61,7 +61,7 @@ class Tuning(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Space(Struct, frozen=True, forbid_unknown_fields=True):
-    """Search by `run --tune=N`, the same for every cell; see `tuning`.
+    """The search of `run --tune=N`, the same for every cell; see `tuning`.
 
     Attributes:
       key: the config key.
@@ -124,10 +124,10 @@ class Cell(NamedTuple):
       published: the paper's values by metric key; a text, such as 'diverged', for a run that failed.
       known: 'seen' or 'recalled'; '' if the paper has no value.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
-      tuned_by: name of the cell from which the search result is taken, such as the cell with the
-        smallest batch; if '', this cell has a search.
-      search: additional config overrides of the runs of its search, see `Tuning`.
-      baseline: name of the cell to which the column `to_baseline` compares it; '' for none.
+      tuned_by: name of the cell whose search result this cell uses, such as the cell with the smallest
+        batch; if '', this cell has a search.
+      search: additional config overrides of the runs of this cell's search, see `Tuning`.
+      baseline: name of the cell with which the column `to_baseline` compares this cell; '' for none.
       row, column: position in the table's matrix, such as 'LAMB' and '1,024'; '' without a matrix.
     """
 
@@ -187,11 +187,11 @@ class Table(NamedTuple):
       key: its name, such as 'lamb/mnist'.
       path: its file; the records of its runs are beside it.
       scales, cells: the scales and the cells by name.
-      source: where the paper has the table.
+      source: location of the table in the paper.
       about: notes for readers, such as differences from the paper.
       tuning: the search before each measurement.
       space: range of the search by `run --tune=N`.
-      form: '' for the table as in its file, 'tuned' for the result of `tuning.tuned`.
+      form: '' for the table that its file defines, 'tuned' for the result of `tuning.tuned`.
       columns: keys of `COLUMNS`, shown beside the metric in lists of cells.
     """
 
@@ -214,5 +214,5 @@ class Table(NamedTuple):
 
     @property
     def records(self) -> pathlib.Path:
-        """The file of its records."""
+        """The file of the table's records."""
         return self.path.with_suffix(f".{self.form}.jsonl" if self.form else ".jsonl")

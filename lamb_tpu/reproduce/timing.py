@@ -1,4 +1,4 @@
-"""Times of a table's runs: measured or, for platforms without measured runs, estimated in its file."""
+"""Times of a table's runs: measured, or estimated in the table's file for other platforms."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def cost(scale: Scale, records: Sequence[Record]) -> str:
 
 
 def platform(device: str) -> str:
-    """Returns the platform of a device in the naming of jax.
+    """Returns the platform of a device, as JAX names it.
 
     >>> platform("cpu"), platform("TPU v3"), platform("NVIDIA H100 80GB HBM3")
     ('cpu', 'tpu', 'gpu')
@@ -80,7 +80,7 @@ _Unit = tuple[str, float]
 
 
 def _unit(seconds: float) -> _Unit:
-    """Returns the unit in which to show a time, and its seconds."""
+    """Returns the unit in which to show a time, and its length in seconds."""
     if seconds >= 2 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if seconds >= 60 else ("seconds", 1.0)

@@ -17,14 +17,14 @@ def tuned(table: Table, count: int) -> Table:
     """Returns a table whose cells each search `count` values of one key before they are measured.
 
     The first value is the cell's default. The others are quasi-random points in `Table.space`; a
-    smaller count gives a prefix of a larger one, so that a search can be extended.
+    smaller count gives the first points of a larger count, so that a search can be extended.
     """
     if table.tuning is not None:
         raise UserError(
             "--tune",
             count,
-            f"conflicts with the search of {len(table.tuning.factors)} values per cell that "
-            f"{table.key} has",
+            f"conflicts with the search of {len(table.tuning.factors)} value(s) per cell in "
+            f"{table.key}",
             "leave --tune out",
         )
     space = table.space

@@ -26,7 +26,7 @@ def run_side_by_side(
     """Runs jobs in several processes, which share the cores and accelerators of the machine.
 
     Each process takes one job after another. Before this function returns or raises, it asks every
-    process to save, and waits until it ends. `take` and `done` are called in this process, see
+    process to save, and waits until all have ended. `take` and `done` are called in this process, see
     `engine.run_one_by_one`; `take` is called again after each job, because its record may make further
     jobs due.
     """
@@ -39,7 +39,7 @@ def run_side_by_side(
     running: dict[Connection, Sequence[Job]] = {}
     shares = _shares(processes)
     memory = memory_share(processes, os.environ)
-    os.environ.setdefault(_PREALLOCATE, "false")  # this process may initialize the devices
+    os.environ.setdefault(_PREALLOCATE, "false")  # this process may initialize the devices too
 
     def give() -> None:
         """Gives jobs to idle processes, and starts processes if there are too few."""
@@ -113,7 +113,7 @@ def _work(
     pipe: Connection, cores: set[int], setup: RunSetup, environment: Mapping[str, str]
 ) -> None:
     """Runs jobs received through the pipe, until it is closed."""
-    os.environ.update(environment)  # JAX reads it when it initializes the devices
+    os.environ.update(environment)  # JAX reads these variables when it initializes the devices
     if cores:
         os.sched_setaffinity(0, cores)
     # Disable the progress bars of rich: several cannot share a terminal.

@@ -1,4 +1,4 @@
-"""The commit of the running code, and whether the code has changed since.
+"""The commit of the running code, marked if the code has changed since that commit.
 
 The commit comes from the package's git checkout. In a copy of the code without git, it comes from
 the file that `LAMB_TPU_COMMIT_FILE` names and `stamp` wrote, or from `archived.txt`, into which
@@ -39,9 +39,7 @@ def stamp(path: pathlib.Path) -> str:
         problem = "is not a git checkout, so its code has no commit"
         raise UserError(_root(), ABSENT, problem, "start from a checkout")
     if is_changed(head):
-        problem = (
-            f"has changed since commit {head[:-1]}, and tables take no records of changed code"
-        )
+        problem = f"has changed since commit {head[:-1]}, and tables reject records of changed code"
         raise UserError("the code", ABSENT, problem, "commit the changes first")
     writing.replace(path, json.dumps({"commit": head, "code": _digest()}) + "\n")
     return head
@@ -72,9 +70,9 @@ def _of_file(file: str | None) -> str | None:
         stored = reading.parse_json(reading.read_text(pathlib.Path(file)))
         known, code = stored["commit"], stored["code"]
         if not (isinstance(known, str) and isinstance(code, str) and known.isalnum()):
-            raise ValueError("it has no commit and digest")
+            raise ValueError("it has no valid commit and digest")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"is not a file with a commit ({error})"
+        problem = f"is not a file that contains a commit ({error})"
         remedy = "make it again in the checkout, or unset the variable"
         raise UserError(VARIABLE, file, problem, remedy) from None
     return known if code == _digest() else f"{known}+"

@@ -34,8 +34,8 @@ class Checkpoints:
     """The checkpoints of one workdir, named by completed updates.
 
     Saves are asynchronous: the state is copied off the devices, then threads write it while
-    training continues. A checkpoint gets its name only when it is complete, with the checksums of
-    its files. `wait` waits for that; `failure` returns the error of a failed save. Use this class as
+    training continues. A checkpoint gets its name only when all its files and their checksums are
+    written. `wait` waits for that; `failure` returns the error of a failed save. Use this class as
     a context manager, or call `close`; both wait for a save in progress. If the folder cannot be
     written, every process raises a UserError.
 
@@ -76,8 +76,8 @@ class Checkpoints:
         self._check_metadata()
         self._path = self._plain_path()
         context = ocp.Context()
-        # If Orbax creates directories in a thread, it reports a failure only after 300 s. With
-        # several processes it must: none of them may raise while others wait at Orbax's barriers.
+        # If Orbax creates directories in a thread, it reports a failure only after 300 s. Several
+        # processes need the thread: none of them may raise while others wait at Orbax's barriers.
         context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
         # A function, not a method: Orbax would copy a method together with this object.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
@@ -95,8 +95,8 @@ class Checkpoints:
             ),
             context=context,
         )
-        # Orbax also polls JAX for a preemption, and numbers polls by updates. That would disturb the
-        # numbers with which `Preemption` stops all processes at the same poll.
+        # Orbax also polls JAX for a preemption, and numbers its polls by updates. They would collide with
+        # the polls of `Preemption`, whose numbers stop all processes at the same poll.
         self._checkpointer._manager.reached_preemption = lambda step: False
 
     def _check_metadata(self) -> None:
@@ -156,9 +156,9 @@ class Checkpoints:
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Starts saving `state` (a pytree of arrays) and `position` (JSON values) as update `step`.
 
-        Both may be changed or donated as soon as the call returns. Existing checkpoints of this and of
-        later updates are removed first: the run skipped them as damaged when it resumed, and they would
-        count as the newest. Raises if this save or the previous one failed.
+        Both arguments may be changed or donated as soon as the call returns. Existing checkpoints of this
+        and later updates are removed first: the run skipped them as damaged when it resumed, and they
+        would count as the newest. Raises if this save or the previous one failed.
         """
         # Only one save runs at a time, and its error must be raised before the next save begins.
         self.wait()
@@ -209,7 +209,7 @@ class Checkpoints:
             raise self._failed(error) from None
 
     def _waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that reports from time to time that Orbax waits for the bucket."""
+        """Returns a context that reports at intervals that Orbax is waiting for the bucket."""
         if not self._in_bucket:
             return contextlib.nullcontext()
         return buckets.reporting(f"{what} in {self.directory}")
@@ -236,7 +236,7 @@ class Checkpoints:
 
     def _remedy(self) -> str:
         again = f"{writing.repair(self.directory)}, then start the same command again"
-        # The disk may be the one that has just failed.
+        # Listing may fail too, because the disk may be the one that has just failed.
         steps: list[int] | None = None
         with contextlib.suppress(OSError):
             steps = [int(path.name) for path in self._complete()]
@@ -274,7 +274,7 @@ class Checkpoints:
         """Returns state and position of update `step`, with the shardings of `abstract_state`.
 
         `abstract_state` is a pytree of `jax.ShapeDtypeStruct`s with shardings, or a function that
-        returns it, given the checkpoint's `shapes`.
+        returns such a pytree, given the checkpoint's `shapes`.
         """
         return self._read(step, lambda: self._load(step, abstract_state))
 
@@ -305,8 +305,8 @@ class Checkpoints:
     def restore_part(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """Reads some of the arrays of update `step`, with the shardings of `abstract`.
 
-        `abstract` has fields of the state, or some keys of their dicts. Call `shapes` first: it
-        checks the files.
+        `abstract` has some fields of the state, or some keys of dicts in these fields. Call `shapes`
+        first, because it checks the files.
         """
         context = ocp.Context()
         # Otherwise Orbax expects the complete structure of the state.
@@ -336,7 +336,7 @@ class Checkpoints:
         raise UserError(key, problem=f"cannot be read ({damage})")
 
     def _find_damage(self, step: int) -> str | None:
-        """Returns the damage that process 0 finds, or None; all processes agree on whether it is None."""
+        """Returns the damage that process 0 finds, or None; either all processes get None, or none does."""
         damage = None
         if jax.process_index() == 0:
             damage = checksums.find_damage(self.directory / str(step))
@@ -376,7 +376,7 @@ class Checkpoints:
             raise UserError(
                 f"none of the checkpoints {steps} in {self.directory}",
                 problem="can be read",
-                remedy="move the folder away to start again, or give another one",
+                remedy="move the folder away to start again, or give another folder",
             )
         return None
 

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files, stored inside it; Orbax has none for the values of arrays.
+"""Checksums of a checkpoint's files, stored in the checkpoint; Orbax has none for array values.
 
 On a disk they are SHA-256 sums. In a bucket they are the MD5 sums that the bucket computes, so that
-nothing is read back. Both are accepted on a disk and in a bucket, so a checkpoint may be copied.
+nothing is read back. Both types are accepted on a disk and in a bucket, so a checkpoint may be copied.
 """
 
 import fnmatch

@@ -20,7 +20,7 @@ _FLUSH_SECONDS = 120  # between flushes of a TensorBoard file
 
 
 def fetched(trees: Iterable[Any]) -> Iterator[Any]:
-    """Yields each tree as NumPy arrays, while the devices already compute the next tree."""
+    """Yields each tree as NumPy arrays, while the devices compute the next tree."""
     # Requesting the next tree starts its computation, so do that before fetching this tree.
     before: list[Any] = []
     for tree in trees:
@@ -84,7 +84,7 @@ class MetricsWriter:
       start_step: the update from which a run resumes. Records of later updates, left by a run that
         was killed after its last checkpoint, are removed first.
       tensorboard: whether to write TensorBoard files too.
-      enabled: False writes nothing; for all processes but the first.
+      enabled: if False, writes nothing; used in all processes but the first.
       evaluated: False if the evaluation of `start_step` is still to come, so that its records are
         removed too.
       failed: called once with a UserError when a file can no longer be written; if None, the error
@@ -94,7 +94,7 @@ class MetricsWriter:
     Attributes:
       counts: number of records in the file, by kind; empty if `enabled` is False.
       missing: number of `expected` records that the file lacks, by kind.
-      steps: updates with an evaluation record in the file at the start.
+      steps: updates whose evaluation records the file had when it was opened.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _TensorBoard:
             from tensorboardX.proto import event_pb2
         except ModuleNotFoundError as error:
             problem = f"needs the package {error.name}, which is not installed"
-            remedy = "install the extra train: pip install '.[train]', or use False"
+            remedy = "install the extra train (pip install '.[train]'), or use False"
             raise UserError("config.log.tensorboard", True, problem, remedy) from error
         self._new_event, self._scalar = event_pb2.Event, summary.scalar
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -180,7 +180,7 @@ class _TensorBoard:
                 folder = self._upload.local
             folder.mkdir(parents=True, exist_ok=True)
             self._file = event_file_writer.EventsWriter(str(folder / "events"))
-            # From the step of START on, TensorBoard hides the values of previous files.
+            # TensorBoard hides the values of previous files from the step of the START event on.
             self._add(start_step + 1, file_version="brain.Event:2")
             self._add(start_step + 1, session_log=begun)
             self._flush()
@@ -219,7 +219,7 @@ class _TensorBoard:
         """Writes the remaining data; a second call does nothing."""
         if self._file is None:
             return
-        # Set it to None first, so that a second call does nothing even if this one fails.
+        # Set `_file` to None first, so that a second call does nothing even if this call fails.
         file, self._file = self._file, None
         try:
             with writing.checked(self._folder):
@@ -236,7 +236,7 @@ class _TensorBoard:
 def read_records(
     path: pathlib.Path, kind: str | None = None, keys: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Reads the records of a JSON-lines file; with `kind`, those of this kind in a metrics.jsonl.
+    """Reads the records of a JSON-lines file; with `kind`, only those of this kind in a metrics.jsonl.
 
     Skips an incomplete last line, which a killed run may leave. Rejects records of that kind that
     lack one of the `keys`.
@@ -279,7 +279,7 @@ def _read_lines(
 
 
 def parse_line(line: str, where: str) -> dict[str, Any]:
-    """Parses a line of a JSON-lines file; `where` is its number and file, for messages."""
+    """Parses a line of a JSON-lines file; messages name its number and file as `where`."""
     try:
         record = reading.parse_json(line)
     except ValueError:

@@ -61,7 +61,7 @@ def _only_files(folder: pathlib.Path) -> bool:
                 for entry in entries
             )
     except OSError:
-        return not os.path.lexists(folder)  # JAX makes a missing folder
+        return not os.path.lexists(folder)  # JAX creates a missing folder
 
 
 def _machine() -> str:
@@ -73,7 +73,7 @@ def _machine() -> str:
     details = [importlib.metadata.version("jaxlib"), platform.system(), platform.machine()]
     with contextlib.suppress(OSError):  # systems other than Linux have no such file
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        # 'flags' on x86-64, 'Features' on ARM; the same for all cores.
+        # 'flags' on x86-64, 'Features' on ARM; all cores have the same.
         details += [line for line in lines if line.startswith(("flags", "Features"))][:1]
     digest = hashlib.sha256("\n".join(details).encode()).hexdigest()
     return f"jaxlib-{details[0]}-{digest[:12]}"

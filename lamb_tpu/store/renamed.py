@@ -1,21 +1,22 @@
-"""Reading checkpoints whose states have fields with earlier names."""
+"""Reads checkpoints in which fields of the state have the names of earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-# The present name of a NamedTuple's field, and its name in checkpoints of checkouts before 0.2.0.
+# Current name of a NamedTuple's field -> its name in checkpoints of checkouts before 0.2.0.
 _EARLIER = {"diagnostics": "readings"}
 
 
 def as_stored(abstract: Any, stored: Mapping[str, Any]) -> Any:
-    """Returns `abstract` with the names of a checkpoint, as Orbax needs it.
+    """Returns `abstract` with the field names of a checkpoint, so that Orbax can restore it.
+
+    A NamedTuple that has a renamed field becomes a dict.
 
     Args:
-      abstract: pytree in which NamedTuples have the present names of their fields.
-      stored: Orbax's metadata of the checkpoint, as nested dicts and lists. A NamedTuple that is stored
-        with an earlier name becomes a dict.
+      abstract: pytree in which NamedTuples have the current names of their fields.
+      stored: Orbax's metadata of the checkpoint, as nested dicts and lists.
     """
 
     def convert(path: tuple[Any, ...], node: Any) -> Any:
@@ -31,7 +32,7 @@ def as_stored(abstract: Any, stored: Mapping[str, Any]) -> Any:
 
 
 def as_now(loaded: Any, abstract: Any) -> Any:
-    """Returns a tree that was read with `as_stored(abstract, ...)`, with the types of `abstract`."""
+    """Converts `loaded`, which was read with `as_stored(abstract, ...)`, to the types of `abstract`."""
 
     def convert(node: Any, there: Any) -> Any:
         if not _has_renamed(node) or not isinstance(there, dict):
@@ -47,7 +48,7 @@ def _has_renamed(node: Any) -> bool:
 
 
 def _at(stored: Any, path: tuple[Any, ...]) -> Any:
-    """Returns the subtree of Orbax's metadata at a path of JAX; an empty dict if there is none."""
+    """Returns the subtree of Orbax's metadata at a JAX key path; an empty dict if there is none."""
     for key in path:
         name = jax.tree_util.keystr((key,), simple=True)
         if isinstance(stored, list | tuple) and name.isdecimal() and int(name) < len(stored):

@@ -31,7 +31,7 @@ class RunFiles(NamedTuple):
         return starts[-1] if starts else {}
 
     def unfinished(self) -> str:
-        """Returns why the run is not complete, such as 'is at 1.5 of 30 epochs'; '' if it is."""
+        """Returns why the run is not complete, such as 'is at 1.5 of 30 epochs'; '' if it is complete."""
         evaluations, trained = self.records("eval", ["epoch"]), self.records("train")
         if not evaluations or not trained or evaluations[-1]["step"] < trained[-1]["step"]:
             return "has no evaluation at its end"

@@ -67,12 +67,12 @@ class Background:
                 self._response.result(timeout=_POLL_SECONDS)
                 self._response = None
             except TimeoutError:
-                # Pause, because a TimeoutError that the save itself raised comes at once.
+                # Pause: if the save itself raised the TimeoutError, `result` returned without waiting.
                 time.sleep(_POLL_SECONDS / 10)
         self.end()
 
     def end(self) -> None:
-        """Lets Orbax's log be printed again.
+        """Lets the failures in Orbax's log be printed again.
 
         After a failed save, call it when the threads of the save have ended.
         """

@@ -1,6 +1,6 @@
 """Schemas of the files in a workdir: config.json, and the lines of metrics.jsonl and run.jsonl.
 
-They reject a damaged or foreign file when it is read, not later when a value is used.
+They reject a damaged or foreign file when the file is read, not later when a value is used.
 """
 
 import sys

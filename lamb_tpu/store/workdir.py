@@ -51,7 +51,7 @@ class Workdir:
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
-        """Takes the folder, and the flag or config key that names it in error messages."""
+        """Stores the folder, and the flag or config key that names the folder in error messages."""
         self._key = key
         try:
             os.fspath(path).encode()
@@ -87,7 +87,7 @@ class Workdir:
         # A run that has begun continues only with the same config.
         if self.config.exists():
             stored, new = self.read_config(), flatten(config)
-            # An earlier checkout did not store keys that were added later.
+            # A config stored by an earlier version lacks the keys that were added later.
             old = {key: value for key, value in flatten(Spec()).items() if key in new} | stored
             changed = differences(old, new, free_keys)
             if changed:
@@ -125,7 +125,7 @@ class Workdir:
         )
 
     def _check_types(self) -> None:
-        """Rejects a folder in which a file has the name of a run's folder, or vice versa."""
+        """Rejects a folder with an entry of the wrong type, such as a folder named config.json."""
         if self._in_bucket:  # buckets have no folders
             return
         for names, wanted in ((_FILES, "a file"), (_FOLDERS, "a folder")):
@@ -133,9 +133,9 @@ class Workdir:
                 try:
                     actual = reading.kind(self.path / name)
                     if actual == "a file" and not os.access(self.path / name, os.R_OK):
-                        actual = "unreadable (Permission denied)"
+                        actual = "an unreadable path (Permission denied)"
                 except OSError as error:
-                    actual = f"unreadable ({error.strerror})"
+                    actual = f"an unreadable path ({error.strerror})"
                 if actual not in (None, wanted):
                     raise UserError(
                         f"{self._key} {self.path}: {name}",
@@ -219,7 +219,7 @@ class Workdir:
         return UserError(file, problem=f"is damaged ({reason})", remedy=remedy)
 
     def check_parameters(self, table: str) -> None:
-        """Rejects a resume if the metadata of a parameter have changed since the run began."""
+        """Rejects a resumed run if the metadata of a parameter have changed since the run began."""
         if not self.parameters.exists():
             return
         # A damaged file need not be UTF-8.
@@ -227,8 +227,8 @@ class Workdir:
         if (difference := leaves.difference(before, table)) is not None:
             raise UserError(
                 "the parameter table",
-                problem=f"differs from {self.parameters} ({difference}): the run began with another "
-                "model or other rules",
+                problem=f"differs from {self.parameters} ({difference}): the run began with a different "
+                "model or different rules",
                 remedy="give another --workdir",
             )
 
@@ -237,7 +237,7 @@ class Workdir:
         writing.replace(self.path / name, text)
 
     def check_text(self, source: Source) -> None:
-        """Rejects a resume if the vocabulary of a text has changed since the run began."""
+        """Rejects a resumed run if the vocabulary of a text has changed since the run began."""
         if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
             vocabulary, cased = saved.read(self.path)
             if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):

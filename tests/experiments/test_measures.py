@@ -93,9 +93,7 @@ def test_errors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measures, "RECORD", tmp_path / "measures.json")
     with pytest.raises(UserError, match="--workdir is missing, and there is no record"):
         measures.main(measures._parse([f"--output={tmp_path}/a.svg"]))
-    with pytest.raises(
-        UserError, match="--scale='smoke' cannot be written; use small with --write"
-    ):
+    with pytest.raises(UserError, match="--scale='smoke' conflicts with --write; use small"):
         measures.main(measures._parse(["--workdir=a", "--scale=smoke", "--write"]))
 
 

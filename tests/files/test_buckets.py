@@ -20,9 +20,9 @@ def folder(name: str = "runs/a") -> pathlib.Path:
 @pytest.mark.parametrize(
     "path, output",
     [
-        ("s3://bucket/x", ("--workdir s3://bucket/x", ..., "is remote", "give a local or mounted")),
-        ("gs://bucket", ("--workdir gs://bucket", ..., "names no folder of a bucket")),
-        ("gs:///x", ("--workdir gs:///x", ..., "names no folder of a bucket")),
+        ("s3://bucket/x", ("--workdir s3://bucket/x", ..., "has an unsupported", "give a local")),
+        ("gs://bucket", ("--workdir gs://bucket", ..., "names no folder in a bucket")),
+        ("gs:///x", ("--workdir gs:///x", ..., "names no folder in a bucket")),
         ("gs://bucket/run[1]", ("--workdir gs://bucket/run[1]", ..., "has '..', '.' or one of [")),
         ("gs://bucket/a/../b", ("--workdir gs://bucket/a/../b", ..., "has '..', '.' or one of [")),
     ],
@@ -45,7 +45,7 @@ def test_local_paths_stay(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert not buckets.is_remote(tmp_path) and buckets.is_remote("gs://a/b")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert buckets.local("~/x", "--out") == tmp_path / "x"
-    with rejected("--out gs://a/b", ..., "is remote", "give a path of this machine"):
+    with rejected("--out gs://a/b", ..., "is remote", "give a local path"):
         buckets.local("gs://a/b", "--out")
 
 
@@ -135,7 +135,7 @@ def test_waiting_is_reported(
     monkeypatch.setattr(buckets, "REPORT_SECONDS", 0.05)
     bucket.reject = lambda method, name: time.sleep(0.5) or 0
     buckets.write(folder() / "x", b"1")
-    output = "gs://bucket/runs/a/x does not answer; waiting since 0 s, giving up at 100 s"
+    output = "gs://bucket/runs/a/x does not answer; waiting for 0 s, giving up after 100 s"
     assert tiny.unbroken(capsys.readouterr().err) == output
     bucket.reject = lambda method, name: 0
     monkeypatch.setattr(buckets, "REPORT_SECONDS", 10.0)
@@ -171,8 +171,8 @@ def test_given_up_bucket_fails_at_once(bucket: gcs.Store, monkeypatch: pytest.Mo
     "error, expected",
     [
         (TimeoutError("reading"), "the bucket does not answer"),
-        (FileNotFoundError("http://x/upload"), "the bucket or an object in it is not there"),
-        (ValueError("NOT_FOUND: Error writing x"), "the bucket or an object in it is not there"),
+        (FileNotFoundError("http://x/upload"), "the bucket or an object in it does not exist"),
+        (ValueError("NOT_FOUND: Error writing x"), "the bucket or an object in it does not exist"),
         (ValueError("UNAVAILABLE: CURL error Timeout"), "the bucket does not answer"),
     ],
 )

@@ -108,7 +108,7 @@ def test_bucket_that_does_not_answer_loses_nothing(
     bucket.reject = lambda method, name: 403
     assert lease.renew()
     bucket.reject = lambda method, name: 0
-    # The request arrived, but its answer was lost: the generation differs from the known one.
+    # If a request arrived but its answer was lost, the generation differs from the known one.
     bucket.write(NAME, bucket.blobs[NAME].data)
     assert lease.renew() and lease._generation == bucket.blobs[NAME].generation
     lease.release()

@@ -45,8 +45,8 @@ def test_types(tmp_path: pathlib.Path) -> None:
         (b"[1", "delimiter"),
         (DEEP.encode(), "it is nested too deep"),
         # Too deep for recursive code, though Python's parser reads it.
-        (b"[" * 900 + b"]" * 900, "it is nested too deep, more than 100 levels"),
-        (b'{"a": "\0"}', "line 1 has a NUL byte, so it is not a text file"),
+        (b"[" * 900 + b"]" * 900, "it is nested too deeply, more than 100 levels"),
+        (b'{"a": "\0"}', "line 1 has a NUL byte, so the file is not text"),
         (b"1" * 5000, "4300 digits"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_stripped(tmp_path: pathlib.Path) -> None:
     file.write_bytes('\ufeff{"a": "\ufeffb"}'.encode())
     assert reading.read_json(file) == {"a": "\ufeffb"}
     assert reading.read_text(file, errors="replace").startswith("{")
-    # The mark alone is an empty text; other encodings are not UTF-8.
+    # A byte-order mark alone is an empty text; UTF-16 is rejected.
     file.write_bytes("\ufeff".encode())
     assert reading.read_text(file) == ""
     file.write_bytes("[1]".encode("utf-16"))
@@ -104,7 +104,7 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: pathlib.Path) -> None:
     with (tmp_path / "x").open("wb") as file:
         file.truncate(2**41)
     for read, size in ((reading.read_text, "1,024"), (reading.read_json, "64")):
-        with pytest.raises(ValueError, match=f"^it has more than {size} MiB, the largest size"):
+        with pytest.raises(ValueError, match=f"^it has more than {size} MiB, which is the size"):
             read(tmp_path / "x")
     # Files of /proc report the size 0.
     with pytest.raises(ValueError, match="it has more than"):

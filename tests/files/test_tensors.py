@@ -18,7 +18,7 @@ INDEX = "*/model.safetensors.index.json"  # key of the errors
 
 @pytest.fixture
 def index(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Two shards and their index; a third file is outside of their folder."""
+    """Two shards and their index; a third file is outside their folder."""
     folder = tmp_path / "weights"
     folder.mkdir()
     save_file({"a": np.zeros(2, np.float32), "c": np.ones(3, np.int32)}, folder / "1.safetensors")
@@ -57,15 +57,15 @@ def test_shards_may_be_links(index: pathlib.Path) -> None:
     "weight_map, message",
     [
         (WEIGHT_MAP | {"b": "3.safetensors"}, (INDEX, ..., "names the shard")),
-        (WEIGHT_MAP | {"d": "2.safetensors"}, (INDEX, ..., "says that 2.safetensors has")),
+        (WEIGHT_MAP | {"d": "2.safetensors"}, (INDEX, ..., "expects 2.safetensors to")),
         ({"a": "1.safetensors"}, ("*/1.safetensors", ..., "has the tensor c, but")),
-        (WEIGHT_MAP | {"b": "../out.safetensors"}, (INDEX, ..., "lists the tensor b in")),
-        (WEIGHT_MAP | {"b": "{out}"}, (INDEX, ..., "lists the tensor b in '")),
-        (WEIGHT_MAP | {"b": "..\\out.safetensors"}, (INDEX, ..., "lists the tensor b in")),
-        (WEIGHT_MAP | {"b": "2.bin"}, (INDEX, ..., "lists the tensor b in")),
-        (WEIGHT_MAP | {"b": None}, (INDEX, ..., "lists the tensor b in None")),
-        ({}, (INDEX, ..., "has no weight_map from the")),
-        (["1.safetensors"], (INDEX, ..., "has no weight_map from the")),
+        (WEIGHT_MAP | {"b": "../out.safetensors"}, (INDEX, ..., "maps the tensor b to")),
+        (WEIGHT_MAP | {"b": "{out}"}, (INDEX, ..., "maps the tensor b to '")),
+        (WEIGHT_MAP | {"b": "..\\out.safetensors"}, (INDEX, ..., "maps the tensor b to")),
+        (WEIGHT_MAP | {"b": "2.bin"}, (INDEX, ..., "maps the tensor b to")),
+        (WEIGHT_MAP | {"b": None}, (INDEX, ..., "maps the tensor b to None")),
+        ({}, (INDEX, ..., "has no weight_map that maps")),
+        (["1.safetensors"], (INDEX, ..., "has no weight_map that maps")),
     ],
 )
 def test_wrong_index(index: pathlib.Path, weight_map: Any, message: tuple[Any, ...]) -> None:

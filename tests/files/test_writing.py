@@ -136,7 +136,7 @@ def test_only_files_are_replaced(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
         os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 7))  # /dev/full
         actual[device] = "a device"
     except OSError:
-        pass  # only root can
+        pass  # only root can make a device
     for path, kind in actual.items():
         link = tmp_path / f"to-{path.name}"
         link.symlink_to(path)
@@ -173,7 +173,7 @@ def test_targets_are_checked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     for call in (writing.check_target, writing.check_folder):
         with rejected("*/new", ..., "cannot be written (No space left on device)", "give another"):
             call(tmp_path / "new", "--out")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as for other users than root
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as if the user were not root
     with rejected("*/file", ..., "cannot be written (Permission denied)", "give another"):
         writing.check_target(path, "--out")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
@@ -229,8 +229,8 @@ def test_lost_file_fails(tmp_path: pathlib.Path, lose: Callable[[pathlib.Path], 
     for _ in range(2):
         lines.write("b")
     (error,) = output  # reported once
-    assert str(error).startswith(f"{path} was moved, replaced or deleted while the run wrote it")
-    with rejected("*/lines", ..., "was moved, replaced or deleted while the run wrote it"):
+    assert str(error).startswith(f"{path} was moved, replaced or deleted while the run was")
+    with rejected("*/lines", ..., "was moved, replaced or deleted while the run was"):
         strict.write("c")
 
 
@@ -247,7 +247,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "a" / "out"
     with pytest.raises(RuntimeError), writing.complete_folder(folder) as scratch:
         (scratch / "first").write_text("1")
-        raise RuntimeError  # like a signal handler
+        raise RuntimeError  # as a signal handler may
     assert not list((tmp_path / "a").iterdir())
     folder.mkdir()
     with writing.complete_folder(folder) as scratch:

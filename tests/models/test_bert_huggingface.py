@@ -271,7 +271,7 @@ def test_another_format_is_named(folder: pathlib.Path) -> None:
     with rejected("*pytorch_model.bin", ..., "is a PyTorch pickle", "convert it"):
         from_huggingface(folder)
     (folder / "pytorch_model.bin").rename(folder / "tf_model.h5")
-    with rejected("*tf_model.h5", ..., "is in the format of Keras", "save the network as"):
+    with rejected("*tf_model.h5", ..., "is a Keras file", "convert it to model"):
         from_huggingface(folder)
 
 

@@ -94,7 +94,7 @@ def test_invalid_noise_scales(value: Any, tmp_path: pathlib.Path) -> None:
 
 
 def test_unsupported_bucket() -> None:
-    with pytest.raises(UserError, match="^--workdir s3://b/run is remote"):
+    with pytest.raises(UserError, match="^--workdir s3://b/run has an unsupported URL scheme"):
         noise_scale("s3://b/run")
 
 

@@ -289,9 +289,9 @@ def test_folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert open_cache("none").folder is None and open_cache(str(tmp_path)).folder == tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", "gs://bucket/caches")  # a relative path is ignored
     assert default_folder().expanduser() == pathlib.Path.home() / ".cache" / "lamb_tpu" / "plans"
-    with pytest.raises(UserError, match="^--cache gs://b/x is remote; give a path of this machine"):
+    with pytest.raises(UserError, match="^--cache gs://b/x is remote; give a local path"):
         open_cache("gs://b/x")
-    with pytest.raises(UserError, match="^--cache ~nobody-of-that-name/x begins with a home folde"):
+    with pytest.raises(UserError, match="^--cache ~nobody-of-that-name/x begins with an unknown h"):
         open_cache("~nobody-of-that-name/x")
 
 

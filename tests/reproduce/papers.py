@@ -59,7 +59,7 @@ def write(folder: pathlib.Path, table: str = TABLE, name: str = "digits") -> Tab
 
 
 def setup(folder: pathlib.Path) -> RunSetup:
-    """Returns folders for runs without data sets."""
+    """Returns a setup with a folder of runs, but without a folder of data sets."""
     return RunSetup(folder / "runs", None)
 
 

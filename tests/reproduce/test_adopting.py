@@ -38,7 +38,7 @@ def test_a_run_whose_batch_changes(tmp_path: pathlib.Path) -> None:
     )
     table = write(tmp_path, text)
     record = adopting.find({table.key: table}, run(tmp_path, table)).record
-    # As many examples as 60 updates of 64, but only 27 updates, because the batch grows.
+    # The run has the examples of 60 updates of 64, but only 27 updates, because its batch grows.
     assert (record["updates"], record["examples"]) == (27, 60 * 64)
 
 
@@ -63,7 +63,7 @@ def test_stages_are_followed(tmp_path: pathlib.Path) -> None:
     )
     table = write(tmp_path, text)
     folder = run(tmp_path, table)
-    # The workdir of the first stage was moved, but it is still beside that of the last stage.
+    # The workdir of the first stage was moved, but is still beside the workdir of the last stage.
     actual = adopting.find({table.key: table}, folder / "stage_2")
     assert actual.job.cell.name == "adamw" and len(actual.configs) == 2
     shutil.rmtree(folder / "stage_1")
@@ -96,7 +96,7 @@ def test_rejected(tmp_path: pathlib.Path) -> None:
     metrics.write_text(
         "".join(line for line in metrics.read_text().splitlines(True) if '"eval"' not in line)
     )
-    with rejected(folder, ..., "no evaluation at its end", "let it finish"):
+    with rejected(folder, ..., "no evaluation at its end", "let the run finish"):
         adopting.find({table.key: table}, folder)
     with pytest.raises(UserError, match="holds no run"):
         adopting.find({table.key: table}, tmp_path)

@@ -172,7 +172,7 @@ def start_job(folder: pathlib.Path, index: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.long
 def test_three_jobs_are_one_run_of_the_table(tmp_path: pathlib.Path) -> None:
-    """Three array jobs train each run once, although one is killed, one preempted, and both restarted."""
+    """Three array jobs train each run once, although one is killed, one is preempted, and both restart."""
     table = write(tmp_path, TABLE.replace("4 steps", "400 steps"))
     jobs = {index: start_job(tmp_path, index) for index in ("0/3", "1/3", "2/3")}
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Records are moved between machines in one file; records with other configs are skipped."""
+"""Records are moved between machines in one file; records with other configs are rejected."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_left_out(tmp_path: pathlib.Path) -> None:
     changed = write(tmp_path, TABLE.replace("4 steps", "5 steps"))
     with rejected(file, ..., "lamb-small, seed 0: duration: '4 steps' there") as caught:
         carrying.take(file, {table.key: changed})
-    assert caught.value.problem.startswith(": 0 records were added; 1 were not, ")
+    assert caught.value.problem.startswith(": 0 record(s) were added, but 1 were rejected")
     gone = write(tmp_path, TABLE.replace('"lamb"', '"lion"'))
     with rejected(file, ..., "seed 0: there is no such cell"):
         carrying.take(file, {table.key: gone})
@@ -55,9 +55,9 @@ def test_records_of_changed_code_stay_out_of_the_package(
     add(there, job_of(table, seed=1), 0.9, commit="0123456789ab+")
     carrying.write(file, [(table, there)])
     monkeypatch.setattr(loading, "folder", lambda: tmp_path)
-    with rejected(file, ..., ": 1 records were added; 1 were not, ") as caught:
+    with rejected(file, ..., ": 1 record(s) were added, but 1 were rejected") as caught:
         carrying.take(file, {table.key: table})
-    assert ", seed 1: " in caught.value.problem and "committed code only" in caught.value.problem
+    assert ", seed 1: " in caught.value.problem and "of committed code" in caught.value.problem
     assert [record["seed"] for record in Results(table)] == [0]
 
 

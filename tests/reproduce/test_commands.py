@@ -157,8 +157,8 @@ def test_text_of_a_table_starts_no_command(
     "data, topology, expected",
     [
         ("gs://bucket/data", None, ("--data", "gs://bucket/data", "is remote")),
-        ("/data", "v3-32", ("--data", "/data", "is a folder of this machine", "with --topology")),
-        ("gs://bucket", "v3-32", ("--data gs://bucket", ..., "names no folder of a bucket")),
+        ("/data", "v3-32", ("--data", "/data", "is a folder on this machine", "with --topology")),
+        ("gs://bucket", "v3-32", ("--data gs://bucket", ..., "names no folder in a bucket")),
         (None, "v3-33", ("--topology", "v3-33")),
     ],
 )

@@ -68,7 +68,7 @@ def test_run(tmp_path: pathlib.Path) -> None:
     assert actual["evaluations"][-1] == [round(last["epoch"], 4), round(last["accuracy"], 5)]
     assert [step for step, _ in actual["losses"]] == [2, 4]
     assert folder.name.endswith(actual["config"])
-    # A run that was complete but killed before its record was written trains nothing.
+    # A complete run that was killed before its record was written does not train again.
     before = (folder / "metrics.jsonl").read_text()
     finished = engine.execute(job_of(table), setup(tmp_path))
     assert finished.record == actual and (folder / "metrics.jsonl").read_text() == before
@@ -152,7 +152,7 @@ def test_search(tmp_path: pathlib.Path) -> None:
         "optimizer.learning_rate 0.005: 85.0, 0.01: diverged, 0.02: 86.0 (chosen)"
     )
     assert actual.status == "not run"
-    # A run at chance level has diverged too, whatever the mean with the other seed.
+    # A run at chance level has diverged too, even if the mean over the seeds is above chance.
     metric = replace(scale.metric, chance=0.8)
     at_chance = [job._replace(scale=scale._replace(metric=metric)) for job in wanted]
     assert engine.search_means(at_chance, results) == pytest.approx(
@@ -193,7 +193,7 @@ def test_a_metric_that_is_never_measured_is_rejected_before_training(
     job = job_of(table)
     with rejected("*digits.toml: metric.key", "bleu", "which the task 'classification' does not"):
         engine.check([job], setup(tmp_path))
-    # Custom tasks are not checked beforehand; the run rejects the metric before the first update.
+    # `check` skips custom tasks, so a run also rejects the metric, before its first update.
     with pytest.raises(UserError, match="metric.*'bleu'"):
         engine.execute(job, setup(tmp_path))
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -210,8 +210,8 @@ def test_data_that_is_missing_is_asked_for_by_its_option(
         engine.check([job], setup(tmp_path))
     assert str(error.value) == (
         "--data is missing: small/digits at the scale small reads squad from the folder questions "
-        "of --data=DIR; `python -m lamb_tpu.reproduce commands small/digits --scale=small` describes "
-        "its content and how to create it; --scale=smoke needs no data"
+        "of --data=DIR; run `python -m lamb_tpu.reproduce commands small/digits --scale=small` to see "
+        "what it must contain and how to create it, or use --scale=smoke, which needs no data"
     )
     engine.check([job._replace(scale=table.scales["smoke"])], setup(tmp_path))
     there = RunSetup(tmp_path / "runs", tmp_path)

@@ -96,7 +96,7 @@ def test_search(tmp_path: pathlib.Path) -> None:
     for more, batch in (({"factor": 0.5}, 64), ({"chosen": 2.0}, 128)):
         assert jobs.stages(first(table, **more))[0].config().batch_size == batch
     assert first(table, factor=0.5).name == "lamb-small-search0.5-seed3"
-    with rejected("*digits.toml: tuning.key", "optimizer.name", "is 'lamb' in the config of cell"):
+    with rejected("*digits.toml: tuning.key", "optimizer.name", "has the value 'lamb' in cell"):
         table = write(tmp_path, TUNED.replace("optimizer.learning_rate", "optimizer.name"))
         jobs.stages(first(table))
 
@@ -163,7 +163,7 @@ def test_a_scale_can_replace_values_of_its_cells(tmp_path: pathlib.Path) -> None
     two = with_keys(two, lamb='config = "digits"')
     (stage,) = jobs.stages(first(write(tmp_path / "two", two)))
     assert stage.config().batch_size == 64
-    with rejected("*scales.small.over_cells", ..., "has 2 entries for 1 stages"):
+    with rejected("*scales.small.over_cells", ..., "has 2 entries for 1 stage(s)"):
         write(tmp_path / "wrong", text.replace("over_cells = [", "over_cells = [{}, "))
 
 

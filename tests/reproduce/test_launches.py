@@ -52,7 +52,7 @@ def test_a_chain_of_stages_on_a_pod() -> None:
         "device and 256 per process\n"
     ) in text
     assert "#   v3-64 is the largest slice up to v3-1024 for a batch of 64\n" in text
-    assert "gs://BUCKET/data must contain, created here in data\n#   text: " in text
+    assert "gs://BUCKET/data must contain a copy of ./data:\n#   text: " in text
     assert ': "${BUCKET:?set BUCKET to ' in text and "PROJECT" not in text
 
 

@@ -102,7 +102,7 @@ _HUGE = "9" * 4_000
             "seeds = 2",
             'data = ["a", "b"]',
             "scales.small.data",
-            "does not have one folder for each of",
+            "must have one entry per stage, 1 in all",
             "",
         ),
         ("digits = 1", "digits = 1_000_000_000_000", "metric.digits", "", "use at most"),
@@ -149,8 +149,8 @@ def test_errors(
         ),
         ('row = "LAMB"', "cells", "do not all have a row and a column", ""),
         ("first.batch_size = 1", "first of cell lamb", "has keys of the first of several st", ""),
-        ('baseline = "sgd"', "baseline of cell lamb", "is not another cell", "lamb, adamw or lars"),
-        ('tuned_by = "adamw"', "tuned_by of cell lamb", "is not another cell of a table with", ""),
+        ('baseline = "sgd"', "baseline of cell lamb", "is not a cell of", "lamb, adamw or lars"),
+        ('tuned_by = "adamw"', "tuned_by of cell lamb", "the table has no [tuning]", ""),
     ],
 )
 def test_errors_of_a_cell(

@@ -1,4 +1,4 @@
-"""Programs at the paper's scale: all are lowered, and one per table and network is compiled.
+"""Programs at the paper's scale: one cell per table is lowered, and ten programs are compiled.
 
 Only programs that the TPU compiler handles within two minutes are compiled; EfficientNet-B5 takes
 three and is only lowered. `make_plan` is the planner's function, with shapes instead of data.
@@ -26,7 +26,7 @@ pytestmark = [
 
 ALL = {key: table for key, table in load_all(folder()).items() if "paper" in table.scales}
 # The slice for each table's first runnable cell: the paper's slice, or else the smallest slice of the
-# table's hardware. Tables for one machine get four chips. A second slice is for fine-tuning at batch 64.
+# table's hardware. Tables for one machine get four chips. Later stages, which fine-tune, get `_FINE_TUNING`.
 SLICES = {
     "efficientnet/table1": "v3-128",
     "efficientnet/table2": "v3-128",
@@ -43,7 +43,7 @@ SLICES = {
     "legw/resnet50": "v3-64",
 }
 _ONE_HOST, _FINE_TUNING = "v5e-4", "v3-32"
-# Data sets without a published size.
+# Numbers of training examples that the planner does not know.
 _EXAMPLES = {"multi30k": 28_962, "squad": 88_641}
 
 

@@ -74,8 +74,8 @@ def test_committed_records_are_sound() -> None:
         ("losses", [[1, float("nan")]], r"losses\[1\]\[2\]=nan is not valid; use at least"),
         ("ratios", [], "ratios=.. is not valid; use a section of keys"),
         ("ratios", {"a": 5}, "ratios.a=5 is not valid; use a list"),
-        ("ratios", {"a": [[1, 1.0]], "b": []}, "ratios do not have the same updates for every"),
-        ("ratios", {"a": [[2, 1.0], [1, 1.0]]}, "ratios do not have .* in ascending order"),
+        ("ratios", {"a": [[1, 1.0]], "b": []}, "ratios must have the same updates, in"),
+        ("ratios", {"a": [[2, 1.0], [1, 1.0]]}, "ratios must have .* in ascending order"),
         ("examples", -1, "examples=-1 is not valid; use at least 0"),
         ("learning_rate", "0.1", "learning_rate='0.1' is not valid; use the type float"),
         ("cell", "\ud800", "cell='.*ud800' is not valid"),
@@ -122,7 +122,7 @@ def test_a_file_without_its_last_newline_has_its_last_record(tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "configs, message",
     [
-        ([], "configs.json is ..; it must be an object of configs by their hash"),
+        ([], "configs.json is ..; it must map hashes to configs"),
         (None, "configs.json is None"),
         (
             {_OTHER: FLAT},

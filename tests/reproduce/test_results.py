@@ -1,5 +1,4 @@
-"""Records are stored beside their table. If a file is damaged, its records are omitted with a warning, and
-nothing is written until the file is restored."""
+"""Records beside their table; damaged ones are omitted with a warning, and writing is rejected."""
 
 import json
 import pathlib
@@ -71,7 +70,7 @@ def test_records_of_the_package_are_of_committed_code(
     add(Results(table), job_of(table), 0.9, commit="0123456789ab+")  # a custom table
     monkeypatch.setattr(loading, "folder", lambda: tmp_path)
     shipped = Results(table)
-    problem = "takes records of committed code only, and the code has changed since commit 01234567"
+    problem = "accepts only records of committed code, but the code has changed since commit 0123"
     with rejected("*digits.jsonl", ..., problem, "commit the changes"):
         add(shipped, job_of(table, seed=1), 0.9, commit="0123456789ab+")
     assert [actual["seed"] for actual in Results(table)] == [0]  # still readable
@@ -108,7 +107,7 @@ def test_damage_is_left_out_and_never_deleted(
     assert list(actual) == []
     actual.warn()
     warning = " ".join(capsys.readouterr().err.split())
-    assert warning.startswith("warning: ") and "; it is omitted" in warning
+    assert warning.startswith("warning: ") and "; this entry is omitted" in warning
     for write_records in (actual.check, lambda: add(actual, job_of(table, seed=1), 0.9)):
         remedy = "restore digits.jsonl and digits.configs.json"
         with rejected(table.records, ..., "is damaged: ", remedy) as caught:

@@ -173,7 +173,7 @@ def test_changed_code_is_rejected_before_training(
     monkeypatch.setattr(loading, "folder", lambda: tmp_path)
     monkeypatch.setattr(checkout, "commit", lambda: "0123456789ab+")
     runs = tmp_path / "runs"
-    with rejected("*digits.jsonl", ..., "committed code only", "`run --records=FOLDER`"):
+    with rejected("*digits.jsonl", ..., "records of committed code", "`run --records=FOLDER`"):
         call(tmp_path, "run", "small", f"--runs={runs}")
     assert not runs.exists()
     assert "2 runs to train" in call(tmp_path, "run", "small", "--seeds=1", "--dry-run")
@@ -208,7 +208,7 @@ def test_tuned_form(tmp_path: pathlib.Path) -> None:
     # A larger search reuses the runs of the smaller search.
     output = call(tmp_path, *one, "--tune=3", "--dry-run")
     assert "1 runs to train" in output
-    with rejected("--tune", 3, "conflicts with the search of 3 values per cell that small/digits"):
+    with rejected("--tune", 3, "conflicts with the search of 3 value(s) per cell in small"):
         write(tmp_path, TUNED)
         call(tmp_path, "run", "small", runs, "--tune=3")
 

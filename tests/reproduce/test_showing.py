@@ -42,7 +42,7 @@ def test_further_columns(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     asked = 'columns = ["updates", "average_batch"]\n\n[scales.small]'
     for in_matrix in (False, True):
         text = TABLE.replace("[scales.small]", asked)
-        if in_matrix:  # in a matrix, a measured cell gets an extra row for the further columns
+        if in_matrix:  # below a matrix, a measured cell has a row with the additional columns
             text = text.replace('{name = "', '{row = "r", column = "c", name = "')
         table = write(tmp_path, text)
         add(Results(table), job_of(table), 0.93, updates=1000, examples=1_172_400)
@@ -96,7 +96,7 @@ def test_a_damaged_record_stops_no_reader(
     out, err = call(tmp_path, *command.split()), capsys.readouterr().err
     assert " ".join(err.split()) == (
         f"warning: line 1 of {table.records}: seconds='long' is not valid; use the type float; "
-        "it is omitted"
+        "this entry is omitted"
     )
     if command == "show small":
         assert "93.0" in out

@@ -52,7 +52,7 @@ def test_a_study_has_no_other_scale(tmp_path: pathlib.Path) -> None:
     cell = table.cells["lamb"]
     expected = ("measured", "measured, 1 of 2 seeds")
     assert status.label(table, cell, Status.OTHER, "1 of 2 seeds") == expected
-    # A table with a paper's scale is compared with it, even without a published value.
+    # If a table has a paper's scale, the status names other scales, even without a published value.
     paper = write(tmp_path, text + '[scales.paper]\nconfig = "digits"\n')
     assert status.label(paper, cell, Status.OTHER, "measured")[0] == "measured at another scale"
 

@@ -88,7 +88,7 @@ def test_baseline(tmp_path: pathlib.Path) -> None:
     assert column_value(actual["lamb"], "to_baseline") == "-20.00 (one seed)"
     sent = [column_value(actual[cell], "sent_bytes") for cell in ("lamb", "adamw")]
     assert sent == ["", "1,000,000"]
-    # With two seeds each, the difference has an interval (Welch) of 72, 76 and 90, 92.
+    # With two seeds each (72, 76 and 90, 92), the difference has Welch's interval.
     add(Results(table), job_of(table, seed=1), 0.76)
     assert column_value(of(tmp_path, text)["lamb"], "to_baseline") == "-17.78 (one seed)"
     add(Results(table), job_of(table, "adamw", seed=1), 0.92)
@@ -119,7 +119,7 @@ def test_a_mean_has_no_run_that_diverged(tmp_path: pathlib.Path) -> None:
         "accuracy is 19 % or less; a random guess has 10 %."
     )
     assert summary.criterion(actual[1:], metric) == ""
-    # The same runs with an older config.
+    # Now the runs have an older config than the table.
     old = of(tmp_path, text.replace("4 steps", "5 steps"))["lamb"]
     assert summary.stale_mean(old, metric) == "3 of 5 at 98.4; 2 diverged, stale"
     assert "98.0, 11.3 (diverged), 98.4, diverged, 98.8" in summary.stale(old, metric)
@@ -161,7 +161,7 @@ def test_stale(tmp_path: pathlib.Path) -> None:
 def test_stale_before_a_search(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TUNED)
     add(Results(table), job_of(table)._replace(chosen=2.0), 0.92, chosen=2.0)
-    lamb = of(tmp_path, TUNED)["lamb"]  # the learning rate that its search chose
+    lamb = of(tmp_path, TUNED)["lamb"]  # the factor comes from the record
     assert lamb.status == "search: 0 of 6 runs" and lamb.values == [pytest.approx(92.0)]
     lamb = of(tmp_path, TUNED.replace("4 steps", "5 steps"))["lamb"]
     assert (lamb.status, len(lamb.stale), lamb.values) == ("stale", 1, [])

@@ -121,9 +121,9 @@ def test_a_shipped_recipe_has_its_name() -> None:
         (STAIRCASE, 3, ("--search=schedule.staircase", ..., "takes no numbers, only values such")),
         ("optimizer.b2=0.9,high", 3, ("config.optimizer.b2", "high", "has the wrong type")),
         (f"{RATE};{RATE}", 3, ("--search=optimizer.learning_rate", ..., "is given 2 times")),
-        (f"{RATE};{EMA}", None, ("--trials", ..., "is missing: optimizer.learning_rate is a r")),
+        (f"{RATE};{EMA}", None, ("--trials", ..., "is missing, but must be given to search a r")),
         (EMA, 3, ("--trials", 3, "is more than the 2 different points of ema.decay")),
-        ("duration=4 steps,5 steps", None, ("--search=duration", ..., "is also given as --conf")),
+        ("duration=4 steps,5 steps", None, ("--search=duration", ..., "is also set by --config")),
         ("seed=0,1", None, ("--search=seed", ..., "is set by --seeds")),
         (
             "log.every=1 steps,2 steps",
@@ -133,7 +133,7 @@ def test_a_shipped_recipe_has_its_name() -> None:
         (
             f"batch_size={GRID};optimizer.b2={GRID}",
             None,
-            ("--search", ..., "a grid of 10,201 trials: 2 lists of up to 101 values", "10,000"),
+            ("--search", ..., "a grid of 10,201 trials: 2 list(s) of up to 101", "10,000"),
         ),
     ],
 )

@@ -46,5 +46,5 @@ def test_forms(tmp_path: pathlib.Path) -> None:
 def test_errors(tmp_path: pathlib.Path) -> None:
     table = write(tmp_path, TUNED)
     assert forms(table, None) == [table]
-    with rejected("--tune", 4, "conflicts with the search of 3 values per cell that small/digits"):
+    with rejected("--tune", 4, "conflicts with the search of 3 value(s) per cell in small/digits"):
         tuned(table, 4)

@@ -56,7 +56,7 @@ def test_workers_that_cannot_start(tmp_path: pathlib.Path, monkeypatch: pytest.M
 
 
 class Worker:
-    """A replacement for a process, which does each job when it is sent; the class counts its instances."""
+    """A fake process, whose thread returns each job at once; the class lists its instances."""
 
     started: list["Worker"] = []
 
@@ -122,7 +122,7 @@ def test_cores_are_shared() -> None:
     assert workers._shares(len(cores) + 1) == [set()] * (len(cores) + 1)
 
 
-# The parent ends while a worker executes a job; then the job reports, saves or fails.
+# The parent ends while a worker executes a job; then the job returns, is preempted or fails.
 WORKER = """
 import os, signal
 from lamb_tpu.errors import Preempted, UserError

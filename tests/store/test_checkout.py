@@ -1,4 +1,4 @@
-"""The commit of a checkout, marked if code has changed since."""
+"""The commit of a checkout, marked if the code has changed since that commit."""
 
 import pathlib
 import shutil
@@ -27,7 +27,7 @@ def git(folder: pathlib.Path, *arguments: str) -> None:
 
 
 def commit_all(tree: pathlib.Path) -> None:
-    """Makes a folder a git checkout, and commits its files."""
+    """Turns a folder into a git checkout, and commits its files."""
     git(tree, "init")
     git(tree, "add", "--all")
     git(tree, "commit", "--message=first")
@@ -130,5 +130,5 @@ def test_a_damaged_file_is_named(
     if content is not None:
         file.write_text(content)
     monkeypatch.setenv(checkout.VARIABLE, str(file))
-    with rejected(checkout.VARIABLE, str(file), "is not a file with a commit"):
+    with rejected(checkout.VARIABLE, str(file), "is not a file that contains a commit"):
         checkout.commit()

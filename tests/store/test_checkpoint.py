@@ -108,7 +108,7 @@ def test_further_checkpoints_are_kept(tmp_path: pathlib.Path) -> None:
 def test_saving_does_not_ask_for_preemptions(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise Orbax would poll with the update as the number of the poll, see `Preemption`."""
+    """Orbax must not poll: its polls, numbered by updates, would collide with those of `Preemption`."""
     asked: list[int] = []
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -164,7 +164,7 @@ def test_damage_to_any_file_is_noticed(
 
 
 def test_damage_that_no_checksum_shows(folder: pathlib.Path) -> None:
-    # Intact files of another state: Orbax rejects them.
+    # The files are intact, but hold a different state than requested, so Orbax rejects them.
     abstract = dict(ABSTRACT, weights=jax.ShapeDtypeStruct((3, 3), jnp.float32))
     with Checkpoints(folder, 10, writes=False) as checkpoints:
         with pytest.raises(UserError, match="update 5 in .* cannot be read .[A-Za-z]+Error: "):
@@ -333,7 +333,7 @@ def test_failure_of_the_last_save_is_reported(
 def test_arrays_that_were_not_merged_are_not_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax merges the files that match a pattern; if their path has pattern characters, none match."""
+    """Orbax merges the files that match a pattern; no file matches if the path has pattern characters."""
     monkeypatch.setattr(reading, "has_pattern", lambda path: False)
     with pytest.raises(UserError, match="ValueError: state/manifest.ocdbt is missing"):
         with Checkpoints(tmp_path / "a[1]", keep=1) as checkpoints:

@@ -99,7 +99,7 @@ def test_every_single_bit_counts(folder: pathlib.Path) -> None:
 
 @pytest.fixture
 def there(bucket: gcs.Store, folder: pathlib.Path) -> pathlib.Path:
-    """A checkpoint in a bucket, with the files of a save."""
+    """A checkpoint in a bucket, with the same files as `folder`."""
     for path in folder.rglob("*"):
         if path.is_file() and path.name != checksums.NAME:
             bucket.write(f"run/7/{path.relative_to(folder)}", path.read_bytes())

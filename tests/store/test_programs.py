@@ -102,7 +102,7 @@ def test_damaged_program_is_compiled_again(tmp_path: pathlib.Path, no_cache: Non
             with programs.kept_in(tmp_path):
                 assert jax.jit(lambda x: x * 7 + 1)(1.0) == 8
             for entry in tmp_path.rglob("*-cache"):
-                entry.write_bytes(entry.read_bytes()[:100])  # like after a kill while writing
+                entry.write_bytes(entry.read_bytes()[:100])  # as if killed during the write
             jax.clear_caches()
         (tmp_path / "file").write_text("no folder")
         with programs.kept_in(tmp_path / "file"):

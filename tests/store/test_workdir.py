@@ -174,7 +174,7 @@ def test_home_folder_is_understood(tmp_path: pathlib.Path, monkeypatch: pytest.M
 def test_errors_name_the_given_key(tmp_path: pathlib.Path) -> None:
     with rejected(f"config.init_from {tmp_path}", problem="holds no run: config.json is missing"):
         Workdir(tmp_path, "config.init_from").read_config()
-    with pytest.raises(UserError, match="^config.init_from s3://x/y is remote"):
+    with pytest.raises(UserError, match="^config.init_from s3://x/y has an unsupported URL scheme"):
         Workdir("s3://x/y", "config.init_from")
 
 

@@ -18,7 +18,7 @@ from lamb_tpu.reproduce.tables import Metric
 
 _STEP = 0.08  # distance between lines at one batch, in octaves
 _LEVEL = 16  # height of an annotation at the edge, in points
-_FAR = 10  # ratio of the largest to the smallest value from which the axis is logarithmic
+_FAR = 10  # if the largest value is more than this many times the smallest, the axis is logarithmic
 
 
 class _Line(NamedTuple):
@@ -49,7 +49,7 @@ def has_curve(measured: Sequence[Summary]) -> bool:
 
 
 def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
-    """Plots the metric by batch, with a line for each row of the table, or optimizer.
+    """Plots the metric by batch, with a line for each row of the table, or else for each optimizer.
 
     Small points are seeds; large points are means with their 95 % intervals (Student's t). If cells of
     a line have the same batch size in their config, each cell is a point at the average batch size of its
@@ -72,7 +72,7 @@ def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
     x_label = "batch size (examples)"
     if separate:
         x_label = "average batch (examples)"
-        # Average batches can lie anywhere, so tick all powers of two.
+        # Average batches can have any size, so put the ticks at doublings of the smallest batch.
         ticks = [ticks[0] * 2**n for n in range((ticks[-1] // ticks[0]).bit_length())]
     values = [value for column in at_batch.values() for value in column]
     is_log = metric.better == "lower" and 0 < min(values, default=0) < max(values) / _FAR
@@ -209,7 +209,7 @@ def _limits(columns: Sequence[Sequence[float]], better: str) -> tuple[float, flo
     """Returns the limits of an axis for the values at each batch, with a margin.
 
     Confidence intervals are not considered, because with two seeds they can dwarf the data. The worst values
-    are left outside if they lie so far from the rest that all other points would look alike. The best value
+    are left outside if they are so far from the rest that all other points would look alike. The best value
     of every batch is inside.
     """
     higher = better == "higher"

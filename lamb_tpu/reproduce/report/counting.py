@@ -24,7 +24,7 @@ class PaperCounts(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The status counts of the published values, and how many have every seed."""
+        """The status counts of the published values, and the number of values with all seeds."""
         if not self.published.total:
             return ""
         paper, other, planned, left = self.published

@@ -23,7 +23,7 @@ CAPTIONS = {
     "seed and for each optimizer's smallest and largest batch; grey where the ratio is undefined.",
     "plans": "Learning rate over the run, as set by the config.",
 }
-_LABELS = 34  # maximum number of layer names; with more layers, only every n-th is named
+_LABELS = 34  # maximum number of layer names; with more layers, only every n-th layer is named
 
 
 def all_of(scale: Scale, summaries: Sequence[Summary]) -> dict[str, Figure]:

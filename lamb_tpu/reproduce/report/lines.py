@@ -1,4 +1,4 @@
-"""The lines of a table's figures: names, styles, and their distribution among axes."""
+"""The lines of a table's figures: their names, their styles, and their division among axes."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

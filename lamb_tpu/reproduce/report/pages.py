@@ -51,7 +51,7 @@ class CellRow(NamedTuple):
       by_seed: pairs of seed and value, one per run.
       old: mean of the stale records; '' if there are no stale records, or if there are current records.
       stale: values of the stale records, and what has changed since.
-      hours: total time of the measurements.
+      hours: total time of the measurements, in hours.
       run: the command that measures the cell.
       commands, configs: for each stage, the command that trains it with seed 0, and its config.
       standing: the cell's status at this scale.
@@ -103,7 +103,7 @@ class Part(NamedTuple):
     """A table at one scale.
 
     Attributes:
-      name: name of the scale, with the form if the table is not as in its file.
+      name: name of the scale, followed by the form of the table if it has one: 'small-tuned'.
       about: differences from the paper's setting, as sentences; '' if none are given.
       columns, lines: the cells as a matrix; empty if the table has no matrix.
       figures: figures by name.
@@ -206,7 +206,7 @@ class Page(NamedTuple):
 
 
 def of_table(table: Table, records: pathlib.Path | None) -> Page:
-    """Returns a table's page, from the records in `records` or, if None, from those beside the tables."""
+    """Returns a table's page, from the records in `records`; None uses the records beside the tables."""
     pairs, drawn, num_damaged = list[tuple[Part, list[RateCurve]]](), list[list[RateCurve]](), 0
     plans_of = planned.of_table(table)
     for form in tuning.forms(table, records):

@@ -1,7 +1,7 @@
 """Writes the report: a Markdown page for each table and each paper, and optionally an HTML site.
 
-The pages contain no time or machine of their creation, so reports of the same records are equal
-byte for byte.
+The pages do not contain the time or machine of their creation, so reports of the same records are
+equal byte for byte.
 """
 
 import os
@@ -46,7 +46,7 @@ def write(
       tables: the tables to report.
       output: folder of the Markdown pages and the figures.
       html: folder of the HTML site; None for none.
-      records: folder of the user's own records; None uses those beside the tables.
+      records: folder of the user's records; None uses the records beside the tables.
       overview: folder with a template README.md.j2, from which README.md is written to the same folder;
         if the folder is None or has no template, README.md is not written. The README of lamb_tpu.reproduce
         lists what the template may use.
@@ -105,7 +105,7 @@ def write(
 
 def _check_names(tables: Mapping[str, Table]) -> None:
     """Rejects papers and tables if two of their pages would have the same file name."""
-    taken = dict.fromkeys(("README", "index", "cells"), "a page of the report")
+    taken = dict.fromkeys(("README", "index", "cells"), "the report itself")
     named = {f"the folder {table.paper.key}": table.paper.key for table in tables.values()}
     named |= {f"the table {key}": pages_lib.slug(key) for key in tables}
     for what, name in named.items():
@@ -113,7 +113,7 @@ def _check_names(tables: Mapping[str, Table]) -> None:
             raise UserError(
                 what,
                 problem=f"would have the page {name}, which {taken[name]} already has",
-                remedy="rename one of them",
+                remedy="rename the folder or the table",
             )
         taken[name] = what
 

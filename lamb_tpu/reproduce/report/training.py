@@ -15,7 +15,7 @@ from lamb_tpu.reproduce.summary import Summary
 from lamb_tpu.reproduce.tables import Metric
 
 _HEIGHT = 2.2  # inches of axes including labels
-_FAR = 10  # multiple of the runs' median first value at which curves are cut
+_FAR = 10  # curves are cut at this multiple of the median of their first values
 
 Curve = list[tuple[float, float]]
 
@@ -39,7 +39,7 @@ def quantities(measured: Sequence[Summary], metric: Metric) -> list[int]:
 def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
     """Plots training loss by update and metric by epoch, with a line for each run.
 
-    Cells with the same column, such as a batch size, share axes; other columns have other axes. Lines that
+    Cells with the same column, such as a batch size, share axes; each column has separate axes. Lines that
     would look alike are split among axes.
     """
     shown = quantities(measured, metric)
@@ -154,7 +154,7 @@ def _draw_line(
 
 
 def _scale(panels: Sequence[Axes], may_be_log: bool) -> None:
-    """Gives panels of one quantity the same y axis, and the same x axis if lengths are similar."""
+    """Gives the panels of one quantity the same y axis, and the same x axis if their lengths are similar."""
     lines = [line for axes in panels for line in axes.lines]
     if not lines:
         return

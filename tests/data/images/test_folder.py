@@ -256,7 +256,7 @@ def test_pipe_or_device_is_a_bad_record(folders: pathlib.Path) -> None:
         if record.problem
     }
     pipe, device = "it is a pipe, not a file", "it is a device, not a file"
-    large = "it has more than 512 MiB, the largest size that is read"
+    large = "it has more than 512 MiB, which is the size limit"
     expected = zip("34567", (pipe, device, pipe, device, large))
     assert problems == {f"{folders}/train/a/{name}.jpg": problem for name, problem in expected}
 

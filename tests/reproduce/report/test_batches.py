@@ -25,7 +25,7 @@ def point(summary: Summary, name: str, value: float, row: str = "", **more: obje
 
 
 def many(summary: Summary, number: int) -> list[Summary]:
-    """Returns `count` cells at two batches, split between two optimizers."""
+    """Returns `number` cells at two batches, split between two optimizers."""
     cells = []
     for n in range(number):
         name, batch = (("sgd", 64), ("adam", 128))[n % 2]

@@ -24,7 +24,7 @@ ROWS = with_keys(
 def measured(
     tmp_path: pathlib.Path, text: str = TABLE, **more: object
 ) -> tuple[Table, list[Summary]]:
-    """Returns a table with LAMB at two batches of two seeds, and AdamW with one diverged seed."""
+    """Returns a table with two seeds of LAMB at batch 32, and of AdamW at 64, one of which diverged."""
     table = write(tmp_path, text)
     results = Results(table)
     for cell, seed, accuracy, batch in (

@@ -33,7 +33,7 @@ def test_measured_scales_come_first(tmp_path: pathlib.Path) -> None:
     assert page.parts[0].summary == "0 of 3 cells have runs. Cost: a pod."
     assert not any(
         part.figures for part in page.parts
-    )  # below an empty table, learning rates are not drawn
+    )  # learning rates are not drawn for an empty table
     assert {row.state for row in page.parts[0].rows} == {"open", "unknown"}
     # If nothing was measured, the cell is shown at the paper's scale.
     expected = [("paper", "lamb"), ("paper", "adamw"), ("paper", "lars")]

@@ -28,7 +28,7 @@ def test_a_plan_is_the_schedule(tmp_path: pathlib.Path) -> None:
         '"optimizer.learning_rate" = 0.5',
     )
     actual = made(write(tmp_path, text), "small")
-    assert set(actual) == {"lamb", "adamw"}  # the cell that cannot be run has none
+    assert set(actual) == {"lamb", "adamw"}  # the cell that cannot be run has no plan
     times, rates = zip(*actual["lamb"].points)
     assert times == tuple(range(0, 100, 10))
     assert rates[0] == 0 and rates[5] == max(rates) == pytest.approx(0.5)
@@ -44,7 +44,7 @@ def test_phases_follow_one_another() -> None:
     times, rates = np.array(made(table, "paper")["nvidia"].points).T
     assert (np.diff(times) > 0).all() and 99 < times[-1] < 100
     second = times >= 100 * 7038 / (7038 + 1563)
-    # The peak rates of NVIDIA's recipe, up to the spacing of the points; phase 2 has its own warm-up.
+    # The peak rates of NVIDIA's recipe, up to the spacing of the points; phase 2 has a warm-up too.
     assert rates[~second].max() == pytest.approx(6e-3, rel=0.03)
     assert rates[second].max() == pytest.approx(4e-3, rel=0.03)
     assert rates[second][0] < 1e-3

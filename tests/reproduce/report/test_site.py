@@ -274,7 +274,7 @@ def test_rows_can_be_filtered(tmp_path: pathlib.Path) -> None:
         assert (
             '<tr data-paper="small" data-status="measured" data-optimizer="LAMB" data-batch="256">'
         ) in page
-    # Keys of the address are attribute names.
+    # The script uses the keys of the URL's query as names of the rows' data attributes.
     assert "new URLSearchParams(location.search)" in page and "row.dataset[key]" in page
 
 
@@ -300,7 +300,7 @@ def test_pages_with_the_same_name(tmp_path: pathlib.Path) -> None:
         folder.mkdir()
         (folder / "paper.toml").write_text('title = "Another paper"\n')
         (folder / "t.toml").write_text(TABLE)
-        with rejected("*", ..., f"would have the page {name}", "rename one of them"):
+        with rejected("*", ..., f"would have the page {name}", "rename the folder or"):
             site.write(load_all(tmp_path), tmp_path / "report", None)
         shutil.rmtree(folder)
     assert not (tmp_path / "report").exists()

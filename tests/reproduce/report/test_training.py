@@ -32,7 +32,7 @@ def test_a_single_value_per_run_is_not_a_curve(tmp_path: pathlib.Path) -> None:
 def test_runs_without_a_curve_are_counted_and_take_no_name(tmp_path: pathlib.Path) -> None:
     table, actual = measured(tmp_path)
     lamb, adamw, _ = actual
-    # The first record has no curve, like older records; the second cell has none at all.
+    # The first record of LAMB has no curve, like older records; the last cell has no curves at all.
     blank = {"losses": [], "evaluations": []}
     lamb = lamb._replace(records=[lamb.records[0] | blank, lamb.records[1]])
     none = adamw._replace(
@@ -55,7 +55,7 @@ def test_columns_have_separate_axes(tmp_path: pathlib.Path) -> None:
 
 
 def cells(summary: Summary, number: int, **more: object) -> list[Summary]:
-    """Returns `count` cells by two optimizers, with two runs each."""
+    """Returns `number` cells by two optimizers, with two runs each."""
     return [
         summary._replace(
             cell=summary.cell._replace(name=f"{('momentum', 'lars')[n % 2]}-{n}"),
@@ -82,7 +82,7 @@ def test_lines_look_as_in_the_figure_of_batches(tmp_path: pathlib.Path) -> None:
     rows = [
         summary._replace(
             cell=summary.cell._replace(row=f"rule {n % 3}", column=f"{(32, 64)[n // 3]:,}"),
-            # One rule has no run at the first batch, another has no curve there.
+            # One rule has no run at the first batch, another rule has no curve there.
             records=[
                 record
                 | {"batch": (32, 64)[n // 3], "optimizer": "sgd"}
