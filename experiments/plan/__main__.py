@@ -7,7 +7,7 @@
 The first command compiles the programs of `published.toml` and logged.jsonl that rows.json lacks,
 and writes calibration.md and lamb_tpu/cost/calibrated.py. Then it makes the searches that
 layouts.json lacks, and writes layouts.md. A program takes minutes to compile, and all programs
-take three hours on 2 cores; an interrupted run keeps the compiled programs. The command needs Linux on
+take three hours on 2 cores; an interrupted command keeps its compiled programs. The command needs Linux on
 x86-64, but no TPU.
 
 The second command adds a finished run of this package on a TPU to logged.jsonl, compiles its program,
@@ -83,7 +83,7 @@ def main() -> None:
 def compile_all(
     todo: Sequence[tuple[str, Phase]], saved: dict[str, dict[str, Any]], cache: Cache
 ) -> None:
-    """Compiles programs and stores each."""
+    """Compiles and stores programs."""
     for number, (topology, phase) in enumerate(todo, start=1):
         print(f"{number} of {len(todo)}: {phase.name} on {topology}", file=sys.stderr, flush=True)
         plan = make_plan(phase.config(), topology, examples=phase.examples, cache=cache)
@@ -113,8 +113,8 @@ def add(row: logged.Row, saved: dict[str, dict[str, Any]], cache: Cache) -> None
             raise UserError(
                 "--add: mesh of the run",
                 dict(row.mesh),
-                f"differs from that of its config compiled for {row.topology}, which {reason}",
-                "name its slice with --topology",
+                f"differs from the plan: the config compiled for {row.topology} {reason}",
+                "give the slice of the run with --topology",
             )
         keep(plan, row.phase, row.topology, saved)
     logged.add(row)
@@ -128,7 +128,7 @@ def add(row: logged.Row, saved: dict[str, dict[str, Any]], cache: Cache) -> None
         f"added to {logged.PATH.name}: {row.phase.name} on {row.topology}, "
         f"{each * row.seconds:.4g} ms an update\n"
         f"planned before, without this network's runs: {each * low:.4g} to {each * high:.4g} ms"
-        f"{'' if line.is_covered else ', which does not cover it'}\n"
+        f"{'' if line.is_covered else ', which excludes the measured time'}\n"
         f"fitted again to {len(lines)} runs: {page.FOLDER / 'calibration.md'}"
     )
     if left := page.missing(sources, saved):

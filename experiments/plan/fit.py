@@ -31,13 +31,13 @@ from lamb_tpu.cost.network import PROFILE
 
 # Prior of 1 / efficiency, and of the microseconds of a hop and of a collective, from the profile. A
 # constant that is off by a factor of e costs as much as a run that is off by 1 %, so a constant that
-# no run determines stays at its prior. Of 8, 4, 2 and 1 %, 1 % gave the smallest leave-one-out error.
+# no run determines stays at its prior. Among 8, 4, 2 and 1 %, 1 % gave the smallest leave-one-out error.
 _PRIOR = np.log(
     [1 / PROFILE.efficiency, PROFILE.hop_seconds * 1e6, PROFILE.collective_seconds * 1e6]
 )
 _PULL = 0.01
-_WIDEST = 100.0  # each fitted constant is at most this factor from its start value
-BASE = "v3"  # the generation with factor 1; without runs on it, the first by name
+_WIDEST = 100.0  # each fitted constant is within this factor of its start value
+BASE = "v3"  # the generation with factor 1; if it has no runs, the first generation by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
       source: name of the source.
       generation: version of the TPU.
       compute: seconds of computation; evaluated examples cost a third of trained ones.
-      basis: seconds on the network by each of `rows.BASIS`, (3,).
+      basis: seconds on the network with each of `rows.BASIS`, (3,).
       measured: seconds that the run took.
     """
 
@@ -65,8 +65,8 @@ class Fit:
 
     Attributes:
       network: 1 / efficiency, microseconds of a hop, microseconds of a collective.
-      generations: computation time of each generation relative to the compiler's estimate, where
-        `BASE` has 1.
+      generations: computation time of each generation relative to the compiler's estimate; 1 for
+        `BASE`.
       factors: computation time of each source relative to the compiler's estimate.
     """
 
@@ -129,7 +129,7 @@ def _fit(samples: tuple[Sample, ...]) -> Fit:
 def leave_out_runs(samples: Sequence[Sample]) -> list[float | None]:
     """Returns predicted over measured time of each run, with the run left out of the fit.
 
-    None for the only run of a source, because no other run determines its factor.
+    The ratio is None for the only run of a source, because no other run determines the source's factor.
     """
     ratios: list[float | None] = []
     for index, sample in enumerate(samples):

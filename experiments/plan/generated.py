@@ -7,8 +7,8 @@ from lamb_tpu.cost.network import Bounds, Calibrations, Constants
 PATH = pathlib.Path(__file__).parents[2] / "lamb_tpu" / "cost" / "calibrated.py"
 _HEAD = '''"""Constants of the network and of the computation that are fitted to measured runs.
 
-`python -m experiments.plan` generates this file. The fit, the runs and how far each is from its
-plan: experiments/plan/calibration.md. Each generation of TPU has three sets of constants, for the
+`python -m experiments.plan` generates this file. experiments/plan/calibration.md describes the fit,
+and compares each run with its plan. Each generation of TPU has three sets of constants, for the
 shortest, the expected and the longest time of a program that has no runs in the fit.
 """
 
@@ -20,7 +20,7 @@ CALIBRATED = Calibrations(
 
 
 def text(calibrations: Calibrations) -> str:
-    """Returns the module with these constants, rounded to three digits."""
+    """Returns the module with these constants, rounded to three significant digits."""
     known = "".join(
         f'        "{version}": {_bounds(each, 8)},\n'
         for version, each in calibrations.known.items()

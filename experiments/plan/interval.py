@@ -11,9 +11,9 @@ distribution around the mean of the measured effects. Its variance is
     (log(assumed)^2 + sum of squared deviations from the mean) / (1 + n - 1)
 
 for n measured effects: an assumed spread counts as one measured deviation. This assumption matters
-if there are few effects, as for the generations, of which there are only two. The interval is
-Student's t of the summed variances, with the degrees of freedom of the programs' variance, which is
-the largest.
+if there are few effects, as for the generations, of which there are only two. The ends of the
+interval are quantiles of Student's t distribution with the summed variance. Its degrees of freedom are
+those of the programs' variance, which is the largest.
 
 The validation is nested: each program, and each generation, is left out, and the constants and
 variances come from the other runs alone.
@@ -32,9 +32,9 @@ from experiments.plan.fit import Fit, Sample
 from lamb_tpu.cost.network import PROFILE, Bounds, Calibrations, Constants, Validation
 
 LEVEL = 0.9
-# Assumed spreads, as factors of one standard deviation. For programs it is the smallest round number
-# that covers nine in ten runs whose program is left out. For generations it is slightly above the
-# 1.23 of v3 and v4; two generations cannot test it.
+# Assumed spreads, as factors of one standard deviation. The spread of programs is the smallest round
+# number that covers nine in ten runs whose program is left out. The spread of generations is slightly
+# above 1.23, that of v3 and v4; two generations cannot test this choice.
 PROGRAMS, GENERATIONS = 2.0, 1.25
 
 
@@ -186,6 +186,6 @@ def errors(ratios: Sequence[float]) -> tuple[float, float]:
 def calibrations(
     model: Fit, samples: Sequence[Sample], fitted_to: str, validation: Validation
 ) -> Calibrations:
-    """Returns the constants for plans: by generation with runs, and for any other."""
+    """Returns the constants of plans: for each generation with runs, and for all other generations."""
     known = {version: bounds(model, samples, version) for version in model.generations}
     return Calibrations(known, bounds(model, samples, ""), fitted_to, validation)

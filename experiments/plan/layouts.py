@@ -48,8 +48,8 @@ def page(records: Sequence[Record]) -> str:
         "# The fastest layouts of BERT-Large's first phase",
         "",
         "Results of `lamb_tpu.plan --find=fastest`, which searches one setting after another and keeps the",
-        "best values so far. The batch is 65,536, and all layouts compute the same as the recipe. A time",
-        "is the TPU compiler's estimate plus that of the network model, with its interval; nothing was run.",
+        "best values so far. The batch is 65,536, and all layouts compute the same as the recipe. A time is",
+        "the TPU compiler's estimate plus the network model's, with its interval; nothing was run.",
         "The times use the calibration at the time of the search; calibration.md has the current one.",
     ]
     for record in records:

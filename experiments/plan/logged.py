@@ -25,7 +25,7 @@ from lamb_tpu.store import runs
 from lamb_tpu.store.metrics import read_records
 
 PATH = FOLDER / "logged.jsonl"
-LEAST = 50  # minimum of timed updates in a run
+LEAST = 50  # minimum number of timed updates in a run
 _RATE = "examples_per_second"
 # Keys that do not change the step, and may name folders of the user's machine.
 _DROPPED = ("checkpoint.", "log.", "seed", "init_from", "init.", "data.prepared_dir", "guards.")
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def phase(self) -> Phase:
-        """Returns the program of the run."""
+        """The program of the run."""
         label = f"{self.program}, batch {self.config['batch_size']}"
         return Phase("", self.config, self.updates, label, self.examples)
 
@@ -101,7 +101,7 @@ def _source(program: str, rows: Sequence[Row]) -> Source:
 
 
 def read(path: pathlib.Path) -> list[Row]:
-    """Returns the rows of a file; none if there is no file.
+    """Returns the rows of a file; [] if the file is missing.
 
     Raises:
       UserError: a line is damaged or duplicated; the message names the line and the field.
@@ -114,9 +114,7 @@ def read(path: pathlib.Path) -> list[Row]:
         if row in rows:
             first = rows.index(row) + 1
             problem = f"repeats line {first}"
-            raise UserError(
-                f"line {number} of {path}", problem=problem, remedy="delete one of them"
-            )
+            raise UserError(f"line {number} of {path}", problem=problem, remedy="delete one line")
         rows.append(row)
     return rows
 
@@ -125,8 +123,8 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
     if record.keys() != _TYPES.keys():
         odd = sorted(record.keys() ^ _TYPES.keys())
         problem, remedy = (
-            f": {', '.join(odd)} is missing or unknown",
-            f"use the fields {listed(_TYPES)}",
+            f"has missing or unknown fields: {', '.join(odd)}",
+            f"use the fields {listed(_TYPES, 'and')}",
         )
         raise UserError(where, problem=problem, remedy=remedy)
     for name, wanted in _TYPES.items():
@@ -153,21 +151,21 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
             f"{where}: device",
             row.device,
             f"is a {version}, and {row.topology} is a slice of {slice_.version}",
-            "name the slice that ran",
+            "give the slice of the run",
         )
     if math.prod(row.mesh.values()) != slice_.num_devices:
         raise UserError(
             f"{where}: mesh",
             dict(row.mesh),
             f"does not fit {row.topology}, which has {slice_.num_devices:,} devices",
-            "name the slice that ran",
+            "give the slice of the run",
         )
     _check_config(config, where)
     return row
 
 
 def _check_config(config: Spec, where: str) -> None:
-    """Checks that the package alone makes one program from a config."""
+    """Checks that a config gives one program, with no custom components."""
     custom = [
         f"{key}={value}"
         for key, value in flatten(config).items()
@@ -185,7 +183,7 @@ def _check_config(config: Spec, where: str) -> None:
     if changes(config):
         raise UserError(
             where,
-            problem="changes its batch, so its rates are those of several programs",
+            problem="changes its batch, so its rates belong to several programs",
             remedy="give a run with one batch size",
         )
 
@@ -194,7 +192,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     """Returns the row of a finished run on a TPU.
 
     Args:
-      workdir: its folder.
+      workdir: folder of the run.
       slice_: name of the run's slice; None selects the only named slice with the run's number of devices.
 
     Raises:
@@ -214,7 +212,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
             values = " and ".join(dict.fromkeys(str(receipt.get(key)) for receipt in receipts))
             raise UserError(
                 where,
-                problem=f"was started with {key} {values}, so its rates are those of several programs",
+                problem=f"was started with {key} {values}, so its rates belong to several programs",
                 remedy=f"give a run with one value of {key}",
             )
     receipt = receipts[-1]
@@ -234,7 +232,7 @@ def of_workdir(workdir: str | os.PathLike[str], slice_: str | None = None) -> Ro
     if updates < LEAST or not rates:
         raise UserError(
             where,
-            problem=f"has {updates} timed updates, and a point of the calibration needs {LEAST}",
+            problem=f"has too few timed updates: {updates} instead of at least {LEAST}",
             remedy="give a longer run",
         )
     last = trained[-1]
@@ -270,11 +268,11 @@ def check_new(row: Row) -> None:
     """Checks that logged.jsonl does not already contain `row`.
 
     Raises:
-      UserError: it contains the row, or is damaged.
+      UserError: the file contains `row`, or is damaged.
     """
     rows = read(PATH)
     if row in rows:
-        problem = f"has this run already, in line {rows.index(row) + 1}"
+        problem = f"already contains this run, in line {rows.index(row) + 1}"
         raise UserError(PATH, problem=problem, remedy="give another run")
 
 
@@ -282,7 +280,7 @@ def add(row: Row) -> None:
     """Appends a row to logged.jsonl.
 
     Raises:
-      UserError: the file has it already, is damaged, or cannot be written.
+      UserError: the file already contains `row`, is damaged, or cannot be written.
     """
     check_new(row)
     rows = [*read(PATH), row]

@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Least and most seconds of the interval from the other sources."""
+        """Ends of the interval from the other sources, in seconds."""
         low, _, high = (interval.seconds(each, self.sample) for each in self.nested)
         return low, high
 
@@ -198,7 +198,7 @@ def network_share(sample: Sample, fitted: Fit) -> float:
 def _planned(
     sources: Sequence[Source], saved: SavedRows, calibrated: Calibrations
 ) -> Iterator[tuple[Run, list[float]]]:
-    """Yields compiled runs that were never made, with low, expected and high seconds ([] if they do not fit).
+    """Yields compiled runs that nobody measured, with low, expected and high seconds ([] if they do not fit).
 
     Runs that give a value of a table are on that table's page instead.
     """
@@ -224,7 +224,7 @@ def _programs(
 
 
 def _speed(line: Line, seconds: float) -> str:
-    """Formats the examples per millisecond of a run that takes this long."""
+    """Formats the examples per millisecond of a run that takes `seconds`."""
     return f"{line.batch_size * line.run.phases[0].updates / seconds / 1000:.4g}"
 
 
@@ -250,7 +250,7 @@ def _time(seconds: float) -> str:
 
 
 def figure(lines: Sequence[Line]) -> str:
-    """Plots each run's time predicted from other runs, and its interval from other programs, as SVG."""
+    """Returns a plot of predicted times and intervals of left-out runs, as SVG."""
     drawn, (above, below) = style.stacked([4.6, 1.0 + 0.2 * len(lines)])
     left, right = above.subplots(), below.subplots()
     times = [line.run.seconds or 1.0 for line in lines]

@@ -1,9 +1,9 @@
-"""Published runs, and their figures from the TPU compiler and links: `published.toml`, rows.json.
+"""Published runs (`published.toml`), and times of their programs from the TPU compiler (rows.json).
 
 The time that a program waits for the network is almost linear in the network constants, because
 these programs overlap little or no communication with computation. A row therefore stores, for each
-phase of a run, the computation time and three network times: of links at full bandwidth, with one
-microsecond for each hop, and with one microsecond for each collective. The constants are fitted to
+phase of a run, the computation time and three network times: for links at full bandwidth, for one
+microsecond per hop, and for one microsecond per collective. The constants are fitted to
 these numbers without reading a program again.
 """
 
@@ -43,7 +43,7 @@ class Phase:
       recipe: the config with its arguments, as --config takes it; '' for the default config.
       overrides: values of the config's keys.
       updates: number of updates.
-      label: its name; '' to name it by its recipe and overrides.
+      label: name of the phase; '' names it by its recipe and overrides.
       examples: number of training examples, for a data set without stored metadata.
     """
 
@@ -69,7 +69,7 @@ class Phase:
 
     @functools.cached_property
     def _changes(self) -> dict[str, Any]:
-        # A key that was added later and has its default here changes nothing.
+        # Omit defaults: a config key that is added later must not change the keys of stored phases.
         return differences(Spec(), self.config())
 
     def key(self, topology: str) -> str:
@@ -91,7 +91,7 @@ class Run:
       all_reduce: measured share of the time in all-reduce; None if unknown.
       reported_updates: updates of the full run whose time the source reports; None if it reports only
         `seconds`.
-      reported_seconds: that time, with start-up.
+      reported_seconds: the time of the full run, including start-up.
       cells: table, cell and metric of the papers' values that this run gives, see `tables`.
     """
 
@@ -116,11 +116,11 @@ class Source:
     """A program of one team, and its published runs.
 
     Attributes:
-      name: its name.
-      where: the source of its times.
+      name: name of the program.
+      where: where the times of its runs come from.
       known: seen, recalled or planned.
-      gap: how the config differs from it.
-      runs: its runs.
+      gap: how our config differs from the program.
+      runs: the published runs.
     """
 
     name: str
@@ -162,8 +162,8 @@ def _source(entry: Mapping[str, Any]) -> Source:
 def measure(plan: Plan, key: str) -> dict[str, Any]:
     """Returns the stored figures of a phase's plan.
 
-    Seconds are per update: `compute`, and in `basis` the time by each of `BASIS` that the computation
-    waits. A program that does not fit has neither.
+    `compute` and `basis` are seconds per update. `basis` has the time that the computation waits for the
+    network, with each of `BASIS`. A program that does not fit has neither.
     """
     row: dict[str, Any] = {
         "key": key,
@@ -187,5 +187,5 @@ def measure(plan: Plan, key: str) -> dict[str, Any]:
 
 
 def load_rows(path: pathlib.Path = FOLDER / "rows.json") -> dict[str, dict[str, Any]]:
-    """Returns the compiled phases by key; none if there is no file."""
+    """Returns the compiled phases by key; {} if the file is missing."""
     return json.loads(path.read_text()) if path.exists() else {}

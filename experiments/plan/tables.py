@@ -1,7 +1,7 @@
 """Planned values for the papers' tables: experiments/planned.json, from published.toml.
 
 A run of published.toml names the table cells whose time or rate it gives. Its programs are compiled
-once and stored in rows.json. The times follow from them and from the constants of plans, as in
+once and stored in rows.json. The times follow from these programs and the constants of plans, as in
 lamb_tpu.plan.
 """
 
@@ -92,7 +92,7 @@ def command(run: Run, metric: str) -> str:
     first = run.phases[0]
     flags = [f"--config.{key}={value}" for key, value in first.overrides.items()]
     recipe = first.recipe
-    if len(run.phases) > 1:  # the recipe without a phase includes both
+    if len(run.phases) > 1:  # without this argument, the recipe has both phases
         recipe = _PHASE.sub("", recipe)
     elif metric in _TIMES:
         flags.append(f"--config.duration={math.ceil(first.updates)} steps")
@@ -113,7 +113,7 @@ def _rounded(value: float) -> float:
 
 
 def write(sources: Sequence[Source], saved: SavedRows) -> str:
-    """Writes planned.json and returns its name. An unchanged value keeps its commit.
+    """Writes planned.json and returns its path. An unchanged value keeps its commit.
 
     Raises:
       UserError: the code is not committed, or planned.json is damaged.

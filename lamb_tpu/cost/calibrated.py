@@ -1,7 +1,7 @@
 """Constants of the network and of the computation that are fitted to measured runs.
 
-`python -m experiments.plan` generates this file. The fit, the runs and how far each is from its
-plan: experiments/plan/calibration.md. Each generation of TPU has three sets of constants, for the
+`python -m experiments.plan` generates this file. experiments/plan/calibration.md describes the fit,
+and compares each run with its plan. Each generation of TPU has three sets of constants, for the
 shortest, the expected and the longest time of a program that has no runs in the fit.
 """
 

@@ -72,7 +72,7 @@ def _flops(equation: JaxprEqn) -> int:
     inner = [matrix_flops(part) for part in jaxprs_in_params(params)]
     if name == "while" and any(inner):
         raise ValueError(
-            "a matrix product is in a while loop, whose number of iterations is unknown"
+            "a matrix product is in a while loop of unknown length; use jax.lax.scan instead"
         )
     if name == "cond":
         # A platform-specific branch may do more work than the model needs; None marks the default

@@ -165,7 +165,7 @@ class Program:
     def called(
         self, instruction: Instruction, computation: Computation, size: Callable[[str], float]
     ) -> tuple[int, list[str]]:
-        """Returns how many times an instruction calls other computations, and the names of these.
+        """Returns how many times an instruction calls other computations, and their names.
 
         A conditional calls its branch with the largest size. Fusions and reductions call no
         computations: what they compute counts as the instruction itself.
@@ -187,7 +187,7 @@ class Program:
     def iterations(self, loop: Instruction, computation: Computation) -> int:
         """Returns the number of iterations of a loop that counts by a constant step to a constant limit.
 
-        If the condition also allows the loop to end earlier, the full number counts.
+        If the condition also allows the loop to end earlier, returns the full number.
 
         Raises:
           ValueError: the number is unknown.
@@ -330,11 +330,11 @@ def _dot(dot: Instruction, computation: Computation) -> int:
 
 
 def _convolution(convolution: Instruction, computation: Computation) -> int:
-    """Returns the number of multiplications in a convolution, without those by padding or dilation zeros.
+    """Returns the number of multiplications in a convolution, excluding those by padding or dilation zeros.
 
     The TPU compiler writes every matrix product as a convolution. A batch of products becomes a
-    convolution over a spatial axis as long as the batch, dilated so that each output position has
-    one product.
+    convolution over a spatial axis whose length is the batch size. The dilation of this axis gives each
+    output position one product.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
     if labels is None:

@@ -2,7 +2,7 @@
 
 The devices of a host use the links of the slice among themselves. Each host has a single link to
 the other hosts, such as Ethernet, which all its devices share. An all-reduce, reduce-scatter or
-all-gather first sums or gathers within each host, so that each link carries the minimum. README.md
+all-gather first sums or gathers within each host, so that links carry fewer bytes. README.md
 lists the bytes and the steps between hosts for each type of collective: the bytes are those of the
 ring algorithm, and the steps those of recursive halving and doubling.
 """

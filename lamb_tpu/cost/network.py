@@ -1,12 +1,12 @@
 """The network of a TPU slice, and a model with few constants for the time of a collective on it.
 
 The chips of a slice form a grid with a link in each direction between neighbours; along some axes,
-the links form rings. A collective uses all axes on which the chips of a group differ, at the same
-time. If links carry B bytes per second in each direction, an all-gather of V bytes along a ring of n
-chips takes (n - 1) / n V / 2B seconds. Along a line it takes twice as long, because it can use only
-one direction. A reduce-scatter takes as long as an all-gather, and an all-reduce is a reduce-scatter
-followed by an all-gather. Groups that use the same links share their bandwidth. Slices are connected by the
-data-centre network of the hosts. calibrated.py has the constants that a plan uses.
+the links form rings. If the chips of a group differ along several axes, a collective uses these axes
+simultaneously. If links carry B bytes per second in each direction, an all-gather of V bytes along a
+ring of n chips takes (n - 1) / n V / 2B seconds. Along a line it takes twice as long, because it can
+use only one direction. A reduce-scatter takes as long as an all-gather, and an all-reduce is a
+reduce-scatter followed by an all-gather. Groups that use the same links share their bandwidth. Slices
+are connected by the data-centre network of the hosts. calibrated.py has the constants of plans.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Validation(NamedTuple):
     generations: Mapping[str, tuple[int, int]]
     # Median and largest relative error of a run whose program is excluded.
     new_program: tuple[float, float]
-    known_program: tuple[float, float]  # the same if other runs of the program are in the fit
+    known_program: tuple[float, float]  # the same errors if other runs of it are in the fit
 
     def describe(self) -> str:
         """Returns a sentence with the numbers."""
@@ -148,7 +148,7 @@ class Axis(NamedTuple):
     name: str  # x, y or z
     length: int  # number of chips of the group along the axis
     stride: int  # distance between two adjacent chips of the group, in links
-    is_ring: bool  # whether the links close to a ring
+    is_ring: bool  # whether the links form a ring
     sharing: int  # number of groups that share a link
 
     @property
@@ -214,7 +214,7 @@ class Network:
         between = self.links.datacenter * constants.datacenter_efficiency
         if kind == "all-gather":
             size *= collective.group_size
-        # `size` also holds for a chip: its devices first sum their data, or each adds a shard.
+        # `size` is also the size for a chip, whose devices first sum their data or gather their shards.
         passes = 2 if kind == "all-reduce" else 1
         time = constants.collective_seconds + passes * route.hops * constants.hop_seconds
         others = (route.chips - 1) / route.chips
@@ -247,7 +247,7 @@ class Network:
         return time
 
     def _route(self, groups: Groups, is_pairs: bool) -> Route:
-        """Returns the route of groups of equal sizes."""
+        """Returns the route of groups of equal size."""
         if is_pairs:
             return self._routed([(start, end) for start, end in groups if start != end], False)
         members = self._places[np.asarray(groups)]  # (groups, devices of a group, 4)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lamb_tpu.cost.hlo import Instruction, Program
 
 _LAYOUTS = "copy transpose concatenate pad slice dynamic-slice dynamic-update-slice reshape reverse"
-# A kernel has the first type that contains one of its operations. The last type is for kernels that
-# have no other operations.
+# A kernel has the first type that contains one of its operations. A kernel has the
+# last type only if this type contains all its operations.
 TYPES = (
     ("matrix products and convolutions", {"convolution", "dot"}),
     ("random bits", {"rng-bit-generator", "rng"}),

@@ -29,7 +29,7 @@ class Generation:
     # rounded. Each unit does 2 x 128 x 128 operations per cycle; a device of v2, v3, v4, v5e and v5p
     # has 1, 2, 8, 4 and 8 units. The v6e documents mention two units in one place and four in
     # another. The compiler's counts exceed the capacity of two, so four units of 256 x 256 are
-    # assumed. So are four for a core of tpu7x, because its documents give no number.
+    # assumed. Four are also assumed for a core of tpu7x, because its documents give no number.
     clock: float
 
 

@@ -204,7 +204,7 @@ def _ended(
         name = instruction.operands()[0]
         while name not in in_progress:
             before = computation.instructions[name]
-            # Async-updates may lie between an async-start and its end.
+            # An async-start may be followed by async-updates before its async-done.
             if before.opcode != "async-update":
                 return None
             name = before.operands()[0]

@@ -59,7 +59,7 @@ _GPU_PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One slice, or several equal ones."""
+    """One slice, or several slices of the same size."""
 
     name: str  # the requested name, such as 'v3-2048'
     version: str  # the chip's version, a key of `GENERATIONS`
@@ -87,7 +87,7 @@ class Topology:
         if self.generation.max_cubes:
             # Slices that consist of cubes of 4 x 4 x 4 chips wrap around along all three sides.
             return (all(side % 4 == 0 for side in self.shape),) * 3
-        # The links wrap around along sides that are as long as a side of the largest slice.
+        # The links wrap around only along sides of the maximum length of this generation.
         longest = max(max(shape) for shape in self.generation.shapes)
         return tuple(side == longest for side in (*self.shape, 1)[:3])
 
@@ -108,11 +108,11 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """Returns the slice with a name.
+    """Returns the slice of a given name.
 
-    A name such as v4:4x4x8 has a shape in chips in place of a size. The shape can be that of any
-    slice that libtpu knows, up to the size of the generation's largest slice. The prefix 2x means
-    two slices, which a data-centre network connects.
+    A name such as v4:4x4x8 has a shape in chips in place of a size. All shapes that libtpu knows are
+    allowed, up to the size of the generation's largest slice. The prefix 2x means two slices, which a
+    data-centre network connects.
 
     >>> topology("v3-2048")
     Topology(name='v3-2048', version='v3', shape=(32, 32, 1), slices=1)
@@ -196,7 +196,7 @@ def devices(slice_: Topology) -> list[jax.Device]:
     """
     try:
         return list(_describe(**slice_.compiler_options()).devices)
-    # libtpu raises no specific errors: JAX passes on its status and text.
+    # JAX passes on libtpu's status and text, as one of several general exceptions.
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as error:
         text = " ".join(str(error).split())
         if re.search("lockfile|already in use|in use by", text):
@@ -216,7 +216,7 @@ def devices(slice_: Topology) -> list[jax.Device]:
 
 
 def _describe(**options: Any) -> topologies.TopologyDescription:
-    """Returns a topology from libtpu, loaded with settings that keep it from looking for a TPU."""
+    """Returns a topology from libtpu, which is loaded with settings that prevent a search for a TPU."""
     # Do not import libtpu here: it reads the variables below only when it is loaded.
     if importlib.util.find_spec("libtpu") is None:
         remedy = "on Linux with x86-64, install it with .venv/bin/pip install -e '.[tpu]'"
@@ -263,7 +263,7 @@ def tpu_version(device_kind: str) -> str:
       UserError: the device is unknown.
     """
     if device_kind not in _TPU_KINDS:
-        remedy = f"use {listed(_TPU_KINDS)}, or add it to GENERATIONS in lamb_tpu/cost/slices.py"
+        remedy = f"use {listed(_TPU_KINDS)}, or add it to _TPU_KINDS in lamb_tpu/cost/topology.py"
         raise UserError(f"the device {device_kind!r}", ..., "is unknown", remedy)
     return _TPU_KINDS[device_kind]
 

@@ -249,7 +249,7 @@ def _counted(text: str) -> np.ndarray:
 
 
 def _on_mesh(axes: str, ids: str | None, within: str) -> np.ndarray:
-    """Parses groups along mesh axes, such as 'a', or 'b':(2)3: the second axis of b, split into 2 x 3."""
+    """Parses groups along mesh axes, such as 'a', or 'b':(2)3: the second factor of b, split as 2 x 3."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     # Axis -> the coordinate of every device along it.
     places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))

@@ -1,7 +1,7 @@
 """Starts a run on this machine, on TPUs of Google Cloud, or under SLURM.
 
 `python -m lamb_tpu.launch local --processes=4 -- --config=digits --workdir=DIR` starts four
-processes on this machine. The other kinds print commands, which --run also runs, or write files.
+processes on this machine. The other kinds write a file, or print commands and, with --run, run them.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def _make_cluster(options: argparse.Namespace, given: list[str], train: list[str
             problem="have no effect, because the kind cluster starts no run",
             remedy="start runs with the kind jobset",
         )
-    # A placeholder workdir: a cluster serves many runs.
+    # `make_pod` needs a workdir; this placeholder has no effect, because a cluster serves many runs.
     pod = _pod(options, ["--workdir=gs://bucket/runs"])
     from lamb_tpu.launch import cluster, compute
 
@@ -140,7 +140,8 @@ def _with_tool(options: argparse.Namespace, pod: "pod_lib.Pod") -> str:
         )
     for name in ("cluster", "zone", "project"):
         if getattr(options, name) is None:
-            raise UserError(f"--{name}", problem=f"is missing, and --tool={options.tool} needs it")
+            problem = f"is missing, and --tool={options.tool} needs it"
+            raise UserError(f"--{name}", ..., problem, f"add --{name} before --")
     where = options.cluster, options.zone, options.project
     more = options.max_restarts, options.service_account
     return toolkits.command(options.tool, pod, *where, *more) + "\n"

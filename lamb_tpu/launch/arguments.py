@@ -12,7 +12,7 @@ FOLDERS = {TRAIN: "workdir", "lamb_tpu.reproduce": "records", "lamb_tpu.sweep": 
 
 
 def workdir(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --workdir, or None. If it is repeated, the last one counts, as in absl.
+    """Returns the last value of --workdir, as absl does; None if the flag is missing.
 
     >>> workdir(["--config=digits", "--workdir", "runs/a"])
     'runs/a'

@@ -42,7 +42,7 @@ _DOCKER = (
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """Provisioning of the machines. At most one field is set; if none is, they are on demand."""
+    """Provisioning of the machines. At most one field may be set; if none is set, they are on demand."""
 
     spot: bool = False  # whether the machines may be preempted at any time
     # Lifetime of the machines, such as '7d' or '12h30m': the request waits in a queue, and Google
@@ -60,7 +60,7 @@ class Capacity:
         chosen = [way for way, is_set in ways.items() if is_set]
         if len(chosen) > 1:
             raise UserError(
-                chosen[0], problem=f"excludes {listed(chosen[1:], 'and')}", remedy="give one"
+                chosen[0], problem=f"excludes {listed(chosen[1:], 'and')}", remedy="give only one"
             )
         if self.flex_start is not None and not re.fullmatch(_DURATION, self.flex_start):
             raise UserError(
@@ -159,9 +159,8 @@ def _single(pod: Pod, zone: str, project: str | None, flags: Sequence[str]) -> _
 
 def _group(pod: Pod, zone: str, project: str | None, flags: Sequence[str]) -> _Machines:
     if project is None:
-        raise UserError(
-            "--project", problem=f"is missing, and a slice of {pod.hosts} hosts needs it"
-        )
+        problem = f"is missing, and a slice of {pod.hosts} hosts needs it"
+        raise UserError("--project", ..., problem, "add --project=PROJECT")
     region, where = region_of(zone), _where(zone, project)
     regional = [f"--region={region}", f"--project={project}"]
     names = command(f"{_GROUPS} list-instances", pod.name, *where, "--format=value(NAME)")
@@ -276,7 +275,7 @@ def _until(command: str) -> str:
 
 
 def _host(count: int) -> remote.Host:
-    """Returns the install commands of instances, and variables that `cluster.distributed` reads."""
+    """Returns install commands, and the variables that `lamb_tpu.cluster.distributed` reads."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": f"$(head -n 1 {_HOSTS}):{_PORT}",
         "JAX_NUM_PROCESSES": f"$(wc -l <{_HOSTS})",

@@ -29,12 +29,12 @@ class Generation:
     # Image family of Compute Engine; None if Compute Engine does not offer this generation.
     image_family: str | None = None
     disk_type: str | None = None  # boot disk type; None for Compute Engine's default
-    # Value of the label cloud.google.com/gke-tpu-accelerator; None if GKE does not offer it.
+    # Value of the label cloud.google.com/gke-tpu-accelerator; None if GKE does not offer this generation.
     gke: str | None = None
-    # Prefix of --accelerator-type in the Cloud TPU API; None if that API does not offer it.
+    # Prefix of --accelerator-type in the Cloud TPU API; None if that API lacks this generation.
     api_name: str | None = None
     api_version: str | None = None  # software version for JAX on the TPU VMs of that API
-    flat: bool = False  # whether Google's name of a shape has two sides, such as 4x8, not three
+    flat: bool = False  # whether Google's name of a shape has two sides, such as 4x8, and not three
     # Machine type for slices of several hosts; None if it is the same as for a single host.
     slice_machine_type: str | None = None
     # Whether a node pool of several hosts needs a workload policy with its shape.

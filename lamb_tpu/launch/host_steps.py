@@ -1,4 +1,4 @@
-"""The steps of a run on hosts that are the same for all ways to create and reach the hosts."""
+"""The steps of a run that do not depend on how its hosts are created and reached."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from lamb_tpu.launch.steps import Step
 
 
 class Reach(NamedTuple):
-    """Makes commands that run on this machine and reach the hosts."""
+    """Functions that return commands with which this machine reaches the hosts."""
 
     everyone: Callable[[str], str]  # wraps a command for a host so that it runs on all hosts
     first: Callable[[str], str]  # wraps a command for a host so that it runs on the first host

@@ -98,7 +98,7 @@ def _run(pod: Pod) -> dict[str, Any]:
         "completions": pod.hosts,
         "parallelism": pod.hosts,
         "completionMode": "Indexed",
-        # The JobSet then restarts all of its jobs.
+        # A preempted pod fails its job, and the JobSet then restarts all jobs.
         "podFailurePolicy": _on_preemption("FailJob"),
     }
 

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 0.2
 _LINES_SHOWN = 20
 _PROCESS_BYTES = 2**28  # lower bound of the memory of a process
-_BYTES_READ = 2**20  # read from the end of a log
+_BYTES_READ = 2**20  # bytes read from the end of a log
 _INTERRUPTED = 130  # exit status after Ctrl-C
 _SHOW_CURSOR = "\x1b[?25h"  # a killed progress bar leaves the cursor hidden
 
@@ -54,7 +54,7 @@ class _Process:
         return self.popen.returncode
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and its children if it still runs."""
+        """Sends a signal to the process and its children if the process still runs."""
         if self.status() is None:  # the system may reuse the id of a process that has ended
             self._signal_group(number)
 
@@ -86,7 +86,7 @@ def run_local(
 ) -> int:
     """Runs `python -m module arguments` in several processes of one run on this machine.
 
-    No process outlives this function. On Linux, they also end if this process is killed.
+    No process outlives this function. On Linux, the processes also end if this process is killed.
 
     Args:
       module: dotted name of a module that calls `lamb_tpu.cluster.distributed.initialize`.
@@ -204,7 +204,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
             time.sleep(_SETTLE_SECONDS)
             failed = _first_failed(processes)
             assert failed is not None  # a process had failed before the wait
-            # Preempted processes save and then end by themselves.
+            # Preempted processes save and then end without another signal.
             seconds = grace_seconds if _was_asked(failed) else _SECONDS_AFTER_FAILURE
             deadline = min(deadline, time.monotonic() + seconds)
             # After a forwarded signal the processes are expected to end.
@@ -225,7 +225,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
                 deadline = 0.0
         if time.monotonic() >= deadline:
             names = ", ".join(str(process.index) for process in running)
-            _report(f"killing process {names}, which did not end in time")
+            _report(f"killing the processes that did not end in time: {names}")
             for process in running:
                 process.end()
             break
@@ -248,7 +248,7 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
 
 
 def _is_preempted(process: _Process) -> bool:
-    """Returns whether a process saved and ended after SIGTERM, or SIGTERM ended it before it saved."""
+    """Returns whether a process ended because of SIGTERM, after a save if it could save."""
     return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
@@ -261,14 +261,14 @@ def _was_asked(process: _Process) -> bool:
 def _signal_all(processes: Sequence[_Process], number: int) -> None:
     for process in processes:
         process.signal(number)
-        process.signal(signal.SIGCONT)  # a stopped process would not handle it
+        process.signal(signal.SIGCONT)  # a stopped process handles no other signal
 
 
 def _first_failed(processes: Sequence[_Process]) -> _Process | None:
     """Returns the process whose failure probably caused the other failures.
 
-    A process that loses its peer ends with `signals.LOST_PEER`, or JAX aborts it, so a process that
-    ended in another way is the likely cause, above all if nobody asked it to end.
+    A process that loses a peer ends with `signals.LOST_PEER`, or JAX aborts it. So a process that ended in
+    another way is the likely cause, especially if no signal asked it to end.
     """
     failed = [process for process in processes if process.status()]
     return min(
@@ -329,7 +329,7 @@ def check_memory(num_processes: int, devices_per_process: int) -> None:
             num_processes,
             f"needs at least {needed / 2**30:,.0f} GiB ({_PROCESS_BYTES / 2**30:.2g} GiB for each "
             f"process), but this machine has {memory / 2**30:,.0f} GiB",
-            f"use at most {memory // _PROCESS_BYTES:,}",
+            f"use at most {memory // _PROCESS_BYTES:,} processes",
         )
 
 

@@ -117,7 +117,7 @@ def _check_jobset(pod: Pod, module: str) -> None:
     if not pod.workdir.startswith(buckets.PREFIX):
         name = arguments.FOLDERS[module]
         raise UserError(
-            f"--{name}", pod.workdir, "is lost with its pod", f"use --{name}=gs://BUCKET/FOLDER"
+            f"--{name}", pod.workdir, "is deleted with its pod", f"use --{name}=gs://BUCKET/FOLDER"
         )
     if module != arguments.TRAIN and pod.hosts > 1:
         raise UserError(
@@ -131,7 +131,7 @@ def _check_jobset(pod: Pod, module: str) -> None:
         raise UserError(
             "--slices",
             pod.slices,
-            f"cannot be connected: GKE connects only slices of several hosts, from v4 on, and "
+            f"cannot be connected: GKE connects only slices of several hosts of TPU v4 or later, and "
             f"{topology_name} is not such a slice",
             "use one slice",
         )

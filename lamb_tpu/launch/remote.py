@@ -82,7 +82,7 @@ def train(arguments: Sequence[str], image: str | None, workdir: str, host: Host)
 
 
 def start(command: str, host: Host) -> str:
-    """Returns the command that starts a run in the background and restarts it when preempted.
+    """Returns the command that starts a run in the background and restarts it after a preemption.
 
     The run continues when the connection ends. If a run is active, nothing is started. `command` is
     run in the folder lamb_tpu.

@@ -68,8 +68,8 @@ def script(
         "requeue",
         f"signal=TERM@{signal_seconds}",
     ]
-    # srun does not inherit --cpus-per-task from sbatch. With --kill-on-bad-exit=0 the processes of
-    # a preempted run can save and end by themselves.
+    # srun does not inherit --cpus-per-task from sbatch. With --kill-on-bad-exit=0, srun does not kill
+    # the processes that are still saving after a preemption.
     srun = ["srun", "--kill-on-bad-exit=0"]
     if cpus_per_task:
         srun.append(f"--cpus-per-task={cpus_per_task}")
@@ -113,6 +113,4 @@ def _check(
                 key, value, "is invalid for sbatch", "use letters, digits and . @ + , _ -"
             )
     if time is not None and not re.fullmatch(_TIME, time):
-        raise UserError(
-            "--time", time, "is not a time limit of sbatch", "use 24:00:00, 90 or 2-12:00:00"
-        )
+        raise UserError("--time", time, "is not a time limit of sbatch", "use a form like 24:00:00")

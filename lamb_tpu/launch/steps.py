@@ -117,7 +117,7 @@ def _check_start(steps: Sequence[Step], start: int) -> None:
 
 
 def _execute(command: str) -> int:
-    """Runs a command in bash, also interrupted by Ctrl-C; a pipe fails if any of its commands fails."""
+    """Runs a command in bash; returns its exit status, or 130 after Ctrl-C. Failures inside pipes count."""
     try:
         status = subprocess.run(["bash", "-o", "pipefail", "-c", command]).returncode
     except KeyboardInterrupt:

@@ -50,7 +50,7 @@ def command(
             raise UserError(
                 "an argument after --",
                 word,
-                f"has a $ or a control character, which {tool} would change",
+                f"has a $ or a control character that {tool} would change",
                 "leave --tool out: a JobSet passes the argument on unchanged",
             )
     run = shlex.join(["python", "-u", "-m", "lamb_tpu.train", *pod.train])

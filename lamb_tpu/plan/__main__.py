@@ -26,7 +26,7 @@ images are read if config.data.dir names their folder; if it does not, durations
 A config with phases gives one plan for each phase (in JSON, a list of plans).
 
 Four options make several plans and show progress on stderr. Compiled programs are cached (--cache),
-so a command that was stopped continues when it is repeated.
+so an interrupted command continues when you run it again.
 
 - --find=batch finds the largest batch that fits, with at most 20 plans.
 - --find=fastest finds the layout with the shortest step for the config's batch. It varies the
@@ -39,7 +39,7 @@ so a command that was stopped continues when it is repeated.
 
 If config.batch_rule changes the batch during the run, the plan adds up the updates of all batch
 sizes. Only steps of up to eight microbatches are compiled; longer steps are extrapolated. If the
-rule chooses the batches during the run, give --batches-of=RUN: the plan uses the batches of this run.
+rule chooses the batches during the run, give --batches-of=RUN: the plan uses the batches of RUN.
 
 If a recipe has an argument `batch`, each batch is passed as this argument, so that the recipe sets
 the learning rate and the BatchNorm groups of that batch.
@@ -61,7 +61,7 @@ from lamb_tpu import cli
 from lamb_tpu.cost import slices
 from lamb_tpu.plan.guard import guard
 
-if __name__ == "__main__":  # answers --help before the imports below, which take seconds
+if __name__ == "__main__":  # answer --help before the slow imports below
     cli.define_config_flag()
     strings = {
         "topology": "The slice: its TPU version, a hyphen and its size, for example v3-2048 or v5e-256 "
@@ -115,8 +115,8 @@ if __name__ == "__main__":  # answers --help before the imports below, which tak
     )
     flags.DEFINE_bool("json", False, "Print JSON instead, and nothing else on stdout.")
     cli.answer_help()
-    # --cache stores programs. JAX's compilation cache cannot load programs for a slice that is not
-    # attached, and would warn about each.
+    # JAX's compilation cache cannot load programs for a slice that is not attached, and would warn about
+    # each program. --cache stores programs instead.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     # Fork before importing JAX, which starts threads. A search continues after a compiler crash.
     guard(any(arg.lstrip("-").startswith(("find", "batches", "topologies")) for arg in sys.argv))
@@ -149,7 +149,7 @@ from lamb_tpu.spec import Spec, parse
 
 @contextlib.contextmanager
 def _waiting(text: str) -> Iterator[None]:
-    """Prints `text` on stderr during the block; on a terminal also the elapsed seconds."""
+    """Prints `text` on stderr; a terminal shows it with the elapsed time until the block ends."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         print(terminal.fit(text), file=sys.stderr, flush=True)
@@ -183,7 +183,7 @@ def main() -> None:
         measured=values.measured,
         html=values.html,
     )
-    # Open the cache last, because it may warn: a rejected command prints only its error.
+    # Open the cache last, because this may print a warning: a rejected command prints only its error.
     how = {"examples": values.examples, "cache": open_cache(values.cache), "gbps": gbps}
     if request.kind == "plan":
         _plan(runs, page, how)
@@ -195,7 +195,7 @@ def main() -> None:
         print(json.dumps({**answer.json, "validation": validation._asdict()}, indent=2))
     else:
         print(f"{answer.text}\n{terminal.fit(f'intervals: {validation.describe()}')}", flush=True)
-    # Print the answer first: it took minutes to compile, and the write may still fail.
+    # Print the answer before writing the page: the answer took minutes, and the write may fail.
     if page is not None:
         curves.write_page(points, answer, page)
 

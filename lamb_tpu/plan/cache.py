@@ -119,7 +119,7 @@ class Cache:
         self.folder, self._is_writable = folder, is_writable
 
     def load(self, key: str) -> Compiled | None:
-        """Returns a stored outcome; None if there is none, or, after a warning, if it is damaged."""
+        """Returns a stored outcome; None if it is missing or, after a warning, if it is damaged."""
         if self.folder is None:
             return None
         try:
@@ -134,7 +134,7 @@ class Cache:
         return Compiled(record.seconds, record.message, record.memory, program)
 
     def store(self, key: str, compiled: Compiled, config: Spec, topology: str) -> None:
-        """Stores the outcome of a compilation; after a failed write, warns and stores no more.
+        """Stores the outcome of a compilation; after a failed write, warns and stores nothing more.
 
         Two processes may store the same key at once. If the folder then has the record of
         one process and the program of the other, the digest does not match, and the program is
@@ -160,7 +160,7 @@ class Cache:
             with writing.checked(self.folder, "--cache"):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for each in (path, path.with_suffix(".hlo.gz")):
-                    # `replace` would write to the target of a link, and rejects a pipe.
+                    # `writing.replace` would write to the target of a link, and would reject a pipe.
                     if each.is_symlink() or reading.kind(each) not in (None, "a file"):
                         each.unlink()  # fails for a folder
             # Write the program first, so that a record never exists without its program.
@@ -170,10 +170,10 @@ class Cache:
             writing.replace(path, msgspec.json.encode(record), "--cache")
         except UserError as error:
             self._is_writable = False
-            _warn(f"{error}; the plan goes on without storing programs")
+            _warn(f"{error}; the plan continues without storing programs")
 
     def batches(self, config: Spec, topology: str) -> dict[int, bool]:
-        """Returns, for each batch size of a stored step that is otherwise identical, whether it fits."""
+        """Returns batch size -> whether it fits, for stored steps that differ only in the batch."""
         fitting: dict[int, bool] = {}
         if self.folder is None:
             return fitting
@@ -200,9 +200,9 @@ def read(path: pathlib.Path) -> Record:
         content = reading.read_bytes(path, _MAX_RECORD_BYTES)
         record = msgspec.json.decode(content, type=Record)
     except RecursionError:
-        raise ValueError("its JSON is nested too deep") from None
+        raise ValueError("its JSON is nested too deeply") from None
     if record.key != path.stem:
-        raise ValueError(f"its key is {record.key[:64]!r}, unlike its file name")
+        raise ValueError(f"its key {record.key[:64]!r} differs from its file name")
     if record.digest != record.digest_of():
         raise ValueError("its digest does not match its content")
     if (record.memory is None) != bool(record.message) or (
@@ -224,14 +224,14 @@ def _read_program(path: pathlib.Path, record: Record) -> str:
         raise ValueError(f"{path.name} cannot be decompressed: {error}") from None
     if not inflate.eof:
         raise ValueError(f"{path.name} is incomplete, or longer than the record says")
-    # Compare bytes, which may not be valid UTF-8.
+    # Check the digest before decoding: damaged bytes may not be valid UTF-8.
     if hashlib.sha256(content).hexdigest() != record.program:
         raise ValueError(f"{path.name} does not match the digest in the record")
     return content.decode()
 
 
 def open_cache(folder: str) -> Cache:
-    """Returns the cache of --cache, read-only if its folder cannot be written.
+    """Returns the cache in the folder of --cache; it is read-only if the folder cannot be written.
 
     Raises:
       UserError: `folder` is a URL (which would be slow, because every plan reads all records), or
@@ -245,7 +245,7 @@ def open_cache(folder: str) -> Cache:
             path.exists()  # raises if the name is too long
         writing.check_folder(path, "--cache")
     except UserError as error:
-        _warn(f"{error}, or 'none'; the plan goes on without storing programs")
+        _warn(f"{error}, or 'none'; the plan continues without storing programs")
         return Cache(path if os.path.isdir(path) else None, is_writable=False)
     return Cache(path)
 

@@ -30,7 +30,8 @@ from lamb_tpu.run.recipe import Recipe
 from lamb_tpu.spec import Config, Spec, parse
 from lamb_tpu.store.metrics import read_records
 
-# Numbers of microbatches: the times of longer steps than the first follow linearly from these two.
+# Numbers of microbatches of two compiled steps. The time of a step with more than four microbatches
+# is interpolated or extrapolated linearly from these steps.
 _LINE = (4, 8)
 
 
@@ -96,8 +97,8 @@ def make_changing_plan(
 def at_microbatches(config: Spec, count: int, recipe: Recipe) -> Spec:
     """Returns the config with a constant batch of `count` microbatches and a constant schedule.
 
-    The learning rate does not affect the time of a step, and a warm-up in updates could be longer
-    than this run.
+    Resets the schedule, because the learning rate does not affect the time of a step, and a warm-up in
+    updates could be longer than this run.
     """
     default = Spec()
     return dataclasses.replace(
@@ -125,8 +126,8 @@ def _path(recipe: Recipe, rule_name: str, batches_of: str | None) -> list[Stretc
         raise UserError(
             "--batches-of",
             batches_of,
-            f"has no effect: config.batch_rule.name={rule_name!r} fixes its batches in advance",
-            "leave it out",
+            f"has no effect: config.batch_rule.name={rule_name!r} fixes the batches in advance",
+            "leave --batches-of out",
         )
     firsts = [first for first, _ in recipe.path.segments]
     return [
@@ -136,7 +137,7 @@ def _path(recipe: Recipe, rule_name: str, batches_of: str | None) -> list[Stretc
 
 
 def recorded(workdir: str | os.PathLike[str], total: int) -> list[Stretch]:
-    """Returns the stretches between the records of a run, scaled to `total` examples in all.
+    """Returns a stretch for each pair of consecutive records of a run, scaled to `total` examples in all.
 
     Raises:
       UserError: the folder has no records of a run in which the batch size changed.
@@ -146,8 +147,8 @@ def recorded(workdir: str | os.PathLike[str], total: int) -> list[Stretch]:
         raise UserError(
             "--batches-of",
             str(workdir),
-            "records only one batch size",
-            "give a run with config.batch_rule",
+            "has no records of a changing batch size",
+            "give the folder of a run with config.batch_rule",
         )
     positions: list[tuple[Any, Any]] = [
         (0, 0),
@@ -181,7 +182,7 @@ def _ends(count: float) -> tuple[int, int]:
 
 
 def _rows(path: Sequence[Stretch], size: int, plans: Mapping[int, Plan]) -> tuple[BatchRow, ...]:
-    """Returns a row for each stretch, with the times of an update; these are None if a time is unknown."""
+    """Returns a row for each stretch, with the times of an update; None stands for unknown times."""
     rows = []
     for updates, examples in path:
         count = examples / updates / size

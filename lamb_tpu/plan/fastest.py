@@ -55,7 +55,7 @@ def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]
     if "remat" in fields:
         searched.append([{"model.remat": name} for name in REMATS])
     if "scan_layers" in fields:
-        # The recipe's argument also sets the rules that give each stacked layer its trust ratio.
+        # The recipe's argument `scan` also sets the rules that give each stacked layer its trust ratio.
         scanned = variants.by_argument("scan=true")
         searched.append(
             [
@@ -79,7 +79,7 @@ def dimensions(variants: Variants, slice_: Topology) -> list[list[dict[str, Any]
     searched.append(
         [
             {"parallel.exchange.name": "float32"},
-            # Needs shard_map, because under jit the compiler chooses the dtype.
+            # bfloat16 needs shard_map, because under jit the compiler chooses the dtype.
             {"parallel.exchange.name": "bfloat16", "parallel.backend": "shard_map"},
         ]
     )
@@ -179,7 +179,7 @@ def gain(first: Trial, fastest: Trial) -> str:
 
 
 def _rows(slice_: Topology) -> Iterator[int]:
-    """Yields the number of devices of a chip and of a torus row, unless it is 1 or all devices."""
+    """Yields the number of devices on a chip and in a row of the torus; omits 1 and the total number."""
     cores = slice_.generation.devices
     for size in dict.fromkeys((cores, cores * slice_.shape[0])):
         if 1 < size < slice_.num_devices:
@@ -191,6 +191,6 @@ def _normalizes_batch(model: Component, fields: Collection[str]) -> bool:
 
     `fields` has the names of all fields of this type of model.
     """
-    # A model with the field batch_norm, such as the dense network, has BatchNorm only if it is set.
+    # A model with the field batch_norm, such as the dense network, has BatchNorm only if the field is set.
     has_norm = model.fields.get("batch_norm", "batch_norm" not in fields)
     return "group_size" in fields and bool(has_norm) and model.fields.get("group_size") is None

@@ -1,4 +1,4 @@
-"""Runs the TPU compiler in a child process, so that crashes are reported and signals end it."""
+"""Runs the TPU compiler in a child process, to report its crashes and to end it after a signal."""
 
 import contextlib
 import mmap
@@ -19,7 +19,7 @@ _CRASHES = {
     signal.SIGFPE,
     signal.SIGTRAP,
 }
-# Exit status and message after a signal that asks the command to end; as in other commands.
+# Exit status and message after a signal that asks the command to end. Other commands use the same.
 _ENDINGS = {
     signal.SIGINT: (130, "interrupted; nothing that was saved is lost"),
     signal.SIGTERM: (
@@ -30,7 +30,7 @@ _ENDINGS = {
 # A terminal sends Ctrl-C to the child too. If the child still runs after this time, the parent also
 # sends the signal.
 _SHARED_SECONDS = 0.3
-# Time for the child to end by itself after a signal.
+# Time that the child has to end after a signal, before it is killed.
 _GRACE_SECONDS = 1.0
 
 # Keys of programs that crashed the compiler in earlier children.
@@ -63,7 +63,7 @@ def guard(goes_on: bool = False) -> None:
     Ctrl-C the child has a second to end before it is killed. If this process is killed, the child
     ends too.
 
-    If `goes_on`, a crash starts another child, with the key of the offending program in `crashed`.
+    If `goes_on` is true, a crash starts another child, with the key of the offending program in `crashed`.
     """
     parent = os.getpid()
     while True:

@@ -45,7 +45,7 @@ class Batches:
         return next((each for each in near if not self.rejection(each)), None)
 
     def rejection(self, batch: int) -> list[str]:
-        """Returns a line with the reason why a batch is rejected; [] if it is allowed."""
+        """Returns a list with the reason why a batch is rejected; [] if the batch is allowed."""
         try:
             self.at(batch)
         except UserError as error:

@@ -112,7 +112,8 @@ def _of_step(
     key = key_of(lowered.as_text(), coordinates, slice_.compiler_options())
     cached = cache.load(key)
     if key in guard.crashed:
-        raise UserError(f"the training step for {name}", problem="crashes the TPU compiler")
+        remedy = "change the mesh, config.parallel.backend or the model's options"
+        raise UserError(f"the training step for {name}", ..., "crashes the TPU compiler", remedy)
     compiled = cached
     if compiled is None:
         text = (
@@ -175,7 +176,7 @@ def _measured(plan: Plan, compiled: Compiled, fabric: Network) -> Plan:
 def release() -> None:
     """Returns the memory of compiled steps to the system; call it after each of many plans.
 
-    The C library holds on to memory that the TPU compiler frees: 24 GB after a dozen steps of
+    The C library keeps memory that the TPU compiler frees: 24 GB after a dozen compiled steps of
     BERT-Large.
     """
     jax.clear_caches()

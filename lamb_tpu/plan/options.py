@@ -8,7 +8,7 @@ from lamb_tpu.cost import topology as topology_lib
 from lamb_tpu.errors import UserError, listed, out_of_range, shown
 from lamb_tpu.spec import Spec
 
-# Examples. A step has the indices of its examples as a constant, which the compiler copies.
+# Largest batch, in examples. The indices of a batch are a constant of the step, which the compiler copies.
 MAX_BATCH = 2**24
 MAX_ROWS = 100  # values of --batches or --topologies; each may take minutes to compile
 MAX_PRICE = 1e9

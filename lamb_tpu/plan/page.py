@@ -22,7 +22,7 @@ from lamb_tpu.plan.totals import span_text
 
 _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 _MOST_EXPENSIVE = 10  # kernels on the page
-_DRAWN = (8, 4)  # largest number of chips drawn along a side, with at most two axes or with three
+_DRAWN = (8, 4)  # largest number of chips drawn along a side, with two axes and with three
 _COLORS = [style.OPTIMIZERS[name].color for name in ("lamb", "lars", "adamw")]  # x, y and z
 # Direction in which the third axis is drawn.
 _SLANT = (0.35, 0.22)
@@ -40,7 +40,7 @@ class Section(NamedTuple):
 
 
 def check_page(path: str) -> pathlib.Path:
-    """Returns the path of a page.
+    """Checks and returns the path of a page.
 
     Raises:
       UserError: `path` is not a .html file in an existing folder, or cannot be written.
@@ -48,13 +48,13 @@ def check_page(path: str) -> pathlib.Path:
     page = buckets.local(path, "--html")
     if page.suffix != ".html" or not os.path.isdir(page.parent):
         raise UserError(
-            "--html", path, "is not a .html file in an existing folder", "use one such as a.html"
+            "--html", path, "is not a .html file in an existing folder", "use a path like a.html"
         )
     return writing.check_target(page, "--html")
 
 
 def write_page(plans: Sequence[tuple[str, Plan]], path: pathlib.Path) -> None:
-    """Writes the plans of a config to one page; `plans` has (phase, plan) pairs, '' for no phases."""
+    """Writes the plans of a config to one page; `plans` has (phase, plan) pairs, see `Section`."""
     text = render(
         "plan.html.j2",
         sections=[_section(name, plan) for name, plan in plans],
@@ -231,7 +231,7 @@ def _most(plan: Plan) -> int:
 
 
 def _axis_times(plan: Plan) -> tuple[dict[str, float], set[str]]:
-    """Returns the seconds of collectives along each axis that has any, and the axes with rings."""
+    """Returns the seconds that collectives take along each axis they use, and the axes with rings."""
     times: dict[str, float] = {}
     rings: set[str] = set()
     for each in plan.collectives or ():

@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
     """Traffic and time of all collectives of one type, group size and dtype."""
 
     row: traffic.TrafficRow
-    seconds: float  # time on the network in one step, by the expected constants
+    seconds: float  # time on the network in one step, with the expected constants
     exposed: float  # the part of `seconds` during which the computation waits
     route: Route  # the links that the first of these collectives uses
     algorithm: str  # the compiler's name for the algorithm; '' if unknown
@@ -53,7 +53,7 @@ class Plan:
       compile_seconds: time of the compilation on this machine.
       is_cached: whether the program came from the cache.
       needed: bytes that the program needs; None if the compiler does not report them.
-      calibration: the fitted constants behind `times`, and the measured errors of such plans.
+      calibration: the fitted constants that determine `times`, and the measured errors of such plans.
       message: the compiler's error message if the program does not fit.
       leaves: one line on how the optimizer treats the parameters; '' if unknown.
       other_batch: the next larger batch that is known to fit, or the next smaller one if this step
@@ -62,7 +62,7 @@ class Plan:
         program does not fit.
       flops: FLOPs of matrix products and convolutions, with all iterations of loops.
       model_flops: a device's share of the model FLOPs, see `lamb_tpu.cost.flops`.
-      cycles: the compiler's estimate, without the network.
+      cycles: the compiler's estimate of the computation in cycles, without the network.
       times: the schedule with the shortest, the expected and the longest time.
       along: the updates by batch size, if the batch changes during the run; None if it does not.
       stages: the stages of a run with several programs; this plan describes the stage with the most

@@ -1,4 +1,4 @@
-"""The time of a run with several programs: stages of an exchange or optimizer, or batch sizes.
+"""The time of a run with a program for each stage of an exchange or optimizer, or for each batch size.
 
 Some exchanges send full gradients during the warm-up and compressed gradients later, or become
 sparser over time. A plan compiles one step for each stage. The time of the run is the sum over
@@ -139,7 +139,7 @@ def describe(rows: Sequence[StageRow]) -> list[str]:
         step, time = step_texts(each)
         sent = "?" if each.sent is None else f"{sum(each.sent.values()) / 2**20:,.4g} MiB"
         cells.append((each.name, f"{each.updates:,}", step, sent, time))
-    head = "stages of the run, one program each; the plan above is for the one with most updates:"
+    head = "stages of the run; the plan above is for the stage with the most updates:"
     return [head, *terminal.columns(cells, right=(1, 2, 3, 4)).splitlines()]
 
 

@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive updates with the same or averaged batch size: their number, and their examples."""
+    """Consecutive updates, planned with their average batch size: number of updates, and of examples."""
 
     updates: float
     examples: float
@@ -54,8 +54,8 @@ class Totals(NamedTuple):
     compute: tuple[float, ...]
     # Time for which all updates wait for the network: shortest, expected, longest.
     network: tuple[float, ...]
-    # Time of all evaluations, with a third of the training computation per example; None if the
-    # size of the evaluation set is unknown.
+    # Time of all evaluations, if an evaluated example takes a third of the time of a trained example;
+    # None if the size of the evaluation set is unknown.
     evaluation: float | None
     chips: int
 
@@ -70,7 +70,7 @@ class Totals(NamedTuple):
 
     @property
     def chip_hours(self) -> float:
-        """Chips times hours of the expected time."""
+        """Number of chips times the expected hours of the run."""
         return self.seconds[1] * self.chips / 3600
 
 

@@ -42,8 +42,8 @@ class Trial:
 
     # The plan, without its program and its schedule; None if the config was rejected.
     plan: Plan | None
-    # Time of a step: shortest, expected, longest; None if it does not fit, or the program could not
-    # be read.
+    # Time of a step: shortest, expected, longest; None if the step does not fit, or its program could
+    # not be read.
     step_seconds: tuple[float, ...] | None = None
     totals: Totals | None = None  # times of the whole run; None if `step_seconds` is None
     error: UserError | None = None  # why the config was rejected; None if it was not

@@ -1,4 +1,4 @@
-"""Variants of a recipe: other keys, another batch, another argument."""
+"""Variants of a recipe with other values of keys, another batch or another argument."""
 
 import shlex
 from typing import Any
@@ -32,7 +32,7 @@ class Variants:
         )
 
     def at_batch(self, batch: int) -> Spec:
-        """Returns the config with another batch; raises a UserError if the recipe rejects it."""
+        """Returns the config with another batch; raises a UserError if the recipe rejects the batch."""
         if batch == self.config.batch_size:
             return self.config
         config = self._with(f"batch={batch}") if self._takes_batch else self.config
@@ -44,7 +44,7 @@ class Variants:
         return self._differences(overrides.load(self._recipe), argument) or {}
 
     def _differences(self, original: Spec, argument: str) -> dict[str, Any] | None:
-        """Returns the keys and values that an argument changes; None if the recipe rejects it."""
+        """Returns the keys and values that an argument changes; None if the recipe rejects the argument."""
         try:
             return differences(original, self._with(argument))
         except UserError:

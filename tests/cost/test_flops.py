@@ -150,6 +150,6 @@ def test_the_compiler_counts_the_same() -> None:
         return jax.jit(function).lower(params, x).cost_analysis()["flops"]
 
     actual = training_flops(loss, params, x)
-    # The compiler also counts sums and derivatives of tanh, which are few.
+    # The compiler also counts sums and derivatives of tanh, which take few operations.
     assert by_compiler(loss) == pytest.approx(actual / 3, rel=0.01)
     assert by_compiler(jax.grad(loss, argnums=(0, 1))) == pytest.approx(actual, rel=0.05)

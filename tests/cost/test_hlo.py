@@ -63,7 +63,7 @@ def test_loop_of_unknown_length(text: str, replacement: str) -> None:
     program = PROGRAM.replace(text, replacement)
     with pytest.raises(ValueError, match="the loop %while.2 has an unknown number of iterations"):
         program_cost(program)
-    assert program_flops(program) == 0  # it has no product
+    assert program_flops(program) == 0  # the loop has no product
 
 
 @pytest.mark.parametrize("reader", [program_cost, program_flops])

@@ -44,7 +44,7 @@ def fabric(gbps: float = 10.0) -> HostNetwork:
         ("all-to-all", ACROSS, 8 * 3 / 4),
         ("all-reduce", HOSTS, 0.0),
         ("all-to-all", HOSTS, 0.0),
-        # Two devices of host 0 send to host 1, one device of host 1 sends to host 0.
+        # Two devices of host 0 send to host 1, and one device of host 1 sends to host 0.
         (
             "collective-permute",
             (

@@ -214,7 +214,7 @@ def test_between_slices() -> None:
     whole = two.seconds(collective("all-reduce", everybody("2xv5e-256"), size), IDEAL)
     # Each chip of a slice sends half of its 256th of the bytes, twice.
     assert whole - inside == pytest.approx(2 * size / 2 / 256 / 3.125e9)
-    # Cores in separate groups share the network of hosts.
+    # Cores in separate groups share the hosts' network.
     pairs = tuple((core, core + 8) for core in range(8))
     apart = torus("2xv3-8").seconds(collective("all-reduce", pairs, size), IDEAL)
     assert apart == pytest.approx(2 * 2 * size / 2 / 6.25e9)

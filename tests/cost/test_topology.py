@@ -114,7 +114,7 @@ def test_sides_that_go_round() -> None:
 @pytest.mark.parametrize(
     "version, units, size",
     [
-        # Number of matrix units of a device, and their side.
+        # Number of matrix units of a device, and the length of their sides.
         ("v2", 1, 128),
         ("v3", 2, 128),
         ("v4", 8, 128),

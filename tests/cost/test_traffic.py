@@ -93,7 +93,7 @@ def test_tpu_compiler_output() -> None:
     # The all-gather starts, continues in a matrix product and ends: it counts once.
     assert (gather.kind, gather.dtype, gather.groups) == ("all-gather", "bf16", FOURS)
     assert gather.result_bytes == 4 * gather.operand_bytes == 2 * 2048 * 2048
-    # Sums of which each device retains a shard: the first of two arrays, the second of a padded one.
+    # Each device retains a shard of two sums: the first is over two arrays, the second over a padded array.
     assert (first.kind, first.groups) == ("reduce-scatter", FOURS)
     assert first.operand_bytes == 4 * first.result_bytes == 4 * (64 * 2048 + 2048 * 10)
     assert (second.kind, second.groups) == ("reduce-scatter", FOURS)

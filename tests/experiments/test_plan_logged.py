@@ -121,7 +121,7 @@ def test_a_run_in_numbers(tmp_path: pathlib.Path) -> None:
             r"mesh=\{'data': 2\} does not fit v5e-4, which has 4 devices",
         ),
         ({"finished": False}, "holds a run that is at 90 of 999 steps; let it finish"),
-        ({"updates": 16}, "has 48 timed updates, and a point of the calibration needs 50"),
+        ({"updates": 16}, "has too few timed updates: 48 instead of at least 50"),
         (
             {"config": {"task.name": "mine.tasks:Other"}},
             "custom component task.name=mine.tasks:Other",
@@ -144,7 +144,7 @@ def test_a_batch_that_changes(tmp_path: pathlib.Path) -> None:
     config.batch_rule = ConfigDict({"name": "noise_scale", "upper": 256, "interval": 1})
     config.accumulation_steps = 2
     Workdir(folder).write_config(config)
-    with pytest.raises(UserError, match="changes its batch, so its rates are those of several"):
+    with pytest.raises(UserError, match="changes its batch, so its rates belong to several"):
         logged.of_workdir(folder)
 
 
@@ -167,7 +167,7 @@ def test_no_run(tmp_path: pathlib.Path) -> None:
         ("config", {"batch_size": 64, "sead": 1}, "cannot be planned: config.sead is unknown"),
         ("config", {"batch_size": "64"}, "cannot be planned: config.batch_size='64'"),
         ("program", " ", "program is empty"),
-        ("extra", 1, "extra is missing or unknown"),
+        ("extra", 1, "has missing or unknown fields: extra"),
     ],
 )
 def test_a_damaged_file(
@@ -185,7 +185,7 @@ def test_a_run_is_added_once(tmp_path: pathlib.Path, files: pathlib.Path) -> Non
     row = logged.of_workdir(workdir(tmp_path / "run"))
     logged.add(row)
     assert logged.read(logged.PATH) == [row]
-    with pytest.raises(UserError, match="has this run already, in line 1"):
+    with pytest.raises(UserError, match="already contains this run, in line 1"):
         logged.add(row)
     logged.PATH.write_text(2 * logged.PATH.read_text())
     with pytest.raises(UserError, match="line 2 of .* repeats line 1"):
@@ -201,10 +201,10 @@ def test_a_run_joins_the_fit(
     command.add(row, saved, Cache(None))
     printed = capsys.readouterr().out
     assert "added to logged.jsonl: mlp of 17,226 parameters, batch 64 on v5e-4, 2 ms" in printed
-    assert "which does not cover it" in printed  # these rates are far from those of a TPU
+    assert "which excludes the measured time" in printed  # these rates are far from those of a TPU
     assert "fitted again to 32 runs" in printed and "unchanged" not in printed
     text = (files / "calibration.md").read_text()
-    assert "32 runs of 9 programs on TPU v3, v4, v5e" in text
+    assert "32 runs of 9 programs on TPU v3 and v4 and v5e" in text
     assert "| lamb_tpu, mlp of 17,226 parameters | v5e-4 | 64 |" in text
     assert row.phase.key("v5e-4") in json.loads((files / "rows.json").read_text())
     made: dict[str, Calibrations] = {}
@@ -217,8 +217,6 @@ def test_a_run_joins_the_fit(
     other = logged.of_workdir(
         workdir(tmp_path / "other", receipts=({"mesh": {"data": 2, "model": 2}},), updates=31)
     )
-    message = (
-        r"mesh of the run is \{.*'model': 2\}, which differs from .* compiled for v5e-4, which has"
-    )
+    message = r"mesh of the run is \{.*'model': 2\}, which differs from .* compiled for v5e-4 has the mesh"
     with pytest.raises(UserError, match=message):
         command.add(other, {}, Cache(None))

@@ -1,8 +1,7 @@
 """A simulated cloud: a fake gcloud that records its calls and runs the commands for hosts.
 
 Each host is a folder. `gcloud ... ssh` runs commands with bash in that folder, which is also the home
-folder.
-`python3 -m uv` creates an environment whose Python records its arguments and exits with the
+folder. `python3 -m uv` creates an environment whose Python records its arguments and exits with the
 statuses that the test has set.
 """
 

@@ -7,7 +7,7 @@ import sysconfig
 
 import pytest
 
-# Warns about expressions in single quotes; here, the shell of a host expands them.
+# SC2016 warns about expressions in single quotes. They are intended: a host's shell expands them.
 _EXCLUDED = "SC2016"
 
 

@@ -37,9 +37,9 @@ CASES = {
     ),
     "step": Case([*VM, "--from-step=99", *TRAIN], "--from-step=99 is out of range; use 1 to "),
     "no image": Case([*JOBSET[:3], *TRAIN], "the following arguments are required: --image"),
-    "pod's workdir": Case([*JOBSET, "--", "--workdir=runs/x"], "'runs/x' is lost with its pod"),
+    "pod's workdir": Case([*JOBSET, "--", "--workdir=runs/x"], "'runs/x' is deleted with its pod"),
     "two capacities": Case(
-        [*COMPUTE, "--spot", "--reservation=a", *TRAIN], "--spot excludes --reservation; give one"
+        [*COMPUTE, "--spot", "--reservation=a", *TRAIN], "--spot excludes --reservation; give"
     ),
     "old generation": Case(
         ["compute", "--topology=v4-8", *COMPUTE[2:], *TRAIN],

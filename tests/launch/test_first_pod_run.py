@@ -1,4 +1,4 @@
-"""first_pod_run.md shows the output of its commands, and the numbers in its text follow from it."""
+"""Tests that first_pod_run.md shows the output of its commands, and that its numbers follow from it."""
 
 import math
 import re

@@ -181,7 +181,7 @@ def test_errors(topology: str, options: dict[str, Any], key: str, problem: str) 
     [
         ({"topology_name": "v6e-256"}, "--topology", "has 64 hosts, and each job of an array runs"),
         ({"name": LONG}, "--name", f"names such as {LONG}-trial-0-11-xxxxx, which is longer"),
-        ({"train": ("--records=records",)}, "--records", "is lost with its pod"),
+        ({"train": ("--records=records",)}, "--records", "is deleted with its pod"),
     ],
 )
 def test_errors_of_an_array(options: dict[str, Any], key: str, problem: str) -> None:

@@ -24,7 +24,7 @@ from tests.raising import rejected
 def _temporary_logs(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Puts the temporary folders of the launcher, in this and in other processes, into tmp_path."""
+    """Makes the launcher, in this and in other processes, use a temporary folder of pytest."""
     folder = str(tmp_path_factory.mktemp("logs"))
     monkeypatch.setenv("TMPDIR", folder)
     monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -72,7 +72,7 @@ def test_all_reduce_over_two_processes(tmp_path: pathlib.Path) -> None:
     process = start("--devices-per-process=2", mode="all_reduce", folder=tmp_path)
     done = finish(process)
     assert done.status == 0, done.err
-    # The two devices of process 0 contribute 1 each, those of process 1 contribute 2 each.
+    # The two devices of process 0 contribute 1 each, and those of process 1 contribute 2 each.
     assert "process 0 of 2, 4 devices: 6.0" in done.out
     assert "process 1 of 2" not in done.out
     pattern = done.err.partition("output of the other processes: ")[2].splitlines()[0]
@@ -133,9 +133,9 @@ def test_process_that_ignores_sigterm_is_killed(tmp_path: pathlib.Path) -> None:
     process = start("--grace-seconds=60", mode="stubborn", folder=tmp_path)
     done = finish(process)
     assert done.status == 3
-    assert "killing process 0, which did not end in time" in done.err
+    assert "killing the processes that did not end in time: 0\n" in done.err
     assert not alive(tmp_path)
-    assert done.seconds < 12  # not the 60 s of grace for a save
+    assert done.seconds < 12  # after a failure, --grace-seconds does not apply
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -178,7 +178,7 @@ def test_processes_are_killed_after_the_grace_time(tmp_path: pathlib.Path) -> No
     process.send_signal(signal.SIGTERM)
     done = finish(process, within=20)
     assert done.status == 128 + signal.SIGKILL
-    assert "killing process 0, 1, which did not end in time" in done.err
+    assert "killing the processes that did not end in time: 0, 1\n" in done.err
     assert not alive(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_a_signal_before_the_first_save(
     else:
         os.kill(of_process(process.pid, 0 if receiver == "compiling" else 1), number)
     done = finish(process)
-    # The other process receives no signal, but learns of the preemption from this one.
+    # A process without a signal learns of the preemption from the process that received the signal.
     assert done.status in (status, os.EX_TEMPFAIL), done.err
     assert receiver != "all" or done.status == status
     assert done.seconds < 25 and "killing" not in done.err and "Traceback" not in done.err
@@ -239,12 +239,12 @@ def of_process(launcher: int, index: int) -> int:
         environment = pathlib.Path(f"/proc/{child}/environ").read_text().split("\0")
         if f"JAX_PROCESS_ID={index}" in environment:
             return int(child)
-    raise AssertionError("there is no such process")
+    raise AssertionError("no child of the launcher has this JAX_PROCESS_ID")
 
 
 @pytest.mark.long
 def test_a_process_exits_without_waiting_for_others(tmp_path: pathlib.Path) -> None:
-    """The status of this process becomes the launcher's; an ordinary exit would hang and be aborted."""
+    """The failed process's status becomes the launcher's; an ordinary exit would hang until JAX aborts it."""
     done = finish(start(mode="leave", folder=tmp_path))
     assert done.status == 3 and "  | the reason\n" in done.err
     assert not alive(tmp_path)

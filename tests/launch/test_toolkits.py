@@ -80,7 +80,7 @@ def test_types_of_all_generations(topology: str, kind: str) -> None:
 @pytest.mark.parametrize("tool", toolkits.TOOLS)
 def test_arguments_that_would_change_are_rejected(tool: str, word: str) -> None:
     pod = make_pod("jobset", "v6e-8", "bert", [word, *TRAIN], image="a/b:1")
-    problem = f"has a $ or a control character, which {tool} would change"
+    problem = f"has a $ or a control character that {tool} would change"
     with rejected("an argument after --", word, problem, "leave --tool out") as error:
         toolkits.command(tool, pod, "tpus", "us-east5-a", "my-project", 3)
     output = str(error.value)

@@ -54,7 +54,7 @@ Damage = Callable[[pathlib.Path], Any]
 
 
 def edited(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Applies `edit` to a record; updates an unchanged digest, so that only the schema can reject it."""
+    """Applies `edit` to a record and, unless `edit` sets the digest, corrects the digest."""
 
     def damage(folder: pathlib.Path) -> None:
         record = json.loads((folder / "k.json").read_text())
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_written(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: --cache {path} cannot be written (")
     assert line.endswith(
-        "; give another path, or 'none'; the plan goes on without storing programs"
+        "; give another path, or 'none'; the plan continues without storing programs"
     )
     cache.store("k", FITS, DIGITS, "v3-8")
     assert cache.load("k") is None and cache.batches(DIGITS, "v3-8") == {}

@@ -32,7 +32,7 @@ def records(folder: pathlib.Path, values: list[dict[str, Any]]) -> pathlib.Path:
 @pytest.mark.long
 @needs_compiler
 def test_the_time_along_a_ramp() -> None:
-    """An update takes the time of a step with its batch size; the time of the run is the sum of these."""
+    """An update takes the time of a step with its batch size; the times of all updates add up."""
     config = parse(ramp(((0, 16), (64, 48), (256, 256)), duration="24 steps"))
     plan = make_changing_plan(config, "v5e-4", cache=None)
     assert plan.along is not None and plan.work is not None and plan.totals is not None
@@ -71,7 +71,7 @@ def test_recorded_batches_are_scaled_to_the_planned_examples(tmp_path: pathlib.P
     assert plan.along is not None and plan.work is not None
     assert [(row.updates, row.examples) for row in plan.along.rows] == [(8, 256), (12, 512)]
     assert plan.work.updates == 20
-    with rejected("--batches-of", str(folder), "'ramp' fixes its batches", "leave it out"):
+    with rejected("--batches-of", str(folder), "'ramp' fixes the batches", "leave --batches"):
         make_changing_plan(ramp(), "v5e-4", batches_of=str(folder))
 
 
@@ -88,7 +88,7 @@ def test_recorded(tmp_path: pathlib.Path) -> None:
     folder = records(tmp_path, [{"step": 2, "examples": 64}, {"step": 4, "examples": 256}])
     assert recorded(folder, 512) == [Stretch(4, 128), Stretch(4, 384)]
     records(tmp_path, [{"step": 2}])
-    with rejected("--batches-of", str(folder), "records only one batch size"):
+    with rejected("--batches-of", str(folder), "has no records of a changing batch"):
         recorded(folder, 512)
     with pytest.raises(UserError, match="does not exist; give the workdir of a run"):
         recorded(tmp_path / "nothing", 512)

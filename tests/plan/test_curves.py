@@ -18,7 +18,7 @@ SLICES = ("v3-8", "v3-32", "v3-128", "v3-512")
 
 
 def points(monkeypatch: pytest.MonkeyPatch, measured: dict[str, float]) -> list[Point]:
-    """Plans 100 updates of 480 / devices seconds; v3-128 has too little memory, v3-512 is rejected."""
+    """Plans 100 updates of 480 / devices seconds; v3-128 has too little memory, and v3-512 is rejected."""
 
     def outcome(config: Spec, name: str) -> tuple[float, float] | str:
         devices = int(name.removeprefix("v3-"))

@@ -94,7 +94,7 @@ def test_a_rejected_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_allowed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch is rounded to one that the devices, microbatches and BatchNorm groups allow."""
+    """Each batch is rounded to a size that the devices, microbatches and BatchNorm groups allow."""
     planned.instead(monkeypatch, lambda *_: (1, 1))
     answer = actual(variants(20, accumulation_steps=2))
     assert [trial["batch_size"] for trial in answer.json["trials"]][:3] == [16, 32, 64]

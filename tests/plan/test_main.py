@@ -321,7 +321,7 @@ def test_a_cache_that_cannot_be_written_loses_no_plan(tmp_path: pathlib.Path) ->
     assert compiling == "compiling"
     assert warning == (
         f"warning: --cache {tmp_path}/file/below cannot be written (Not a directory); give "
-        "another path, or 'none'; the plan goes on without storing programs"
+        "another path, or 'none'; the plan continues without storing programs"
     )
 
 
