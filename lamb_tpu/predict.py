@@ -33,6 +33,7 @@ from lamb_tpu.data.text.wordpiece import make_tokenizer
 from lamb_tpu.errors import ABSENT, UserError, out_of_range
 from lamb_tpu.models.bert import BertConfig
 from lamb_tpu.run.weights import open_weights
+from lamb_tpu.types import Params
 
 MASK = "[MASK]"
 
@@ -106,7 +107,7 @@ def encode(text: str, vocabulary: Vocabulary, cased: bool) -> np.ndarray:
 
 
 def _probabilities(
-    config: BertConfig, params: Any, ids: np.ndarray, gaps: np.ndarray
+    config: BertConfig, params: Params, ids: np.ndarray, gaps: np.ndarray
 ) -> np.ndarray:
     """Returns the probabilities of all words at each gap, float32 (gaps, words)."""
     # float32 is slower than bfloat16 but more accurate, and one text takes little time.
@@ -120,7 +121,7 @@ def _probabilities(
     }
 
     @jax.jit
-    def forward(params: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+    def forward(params: Params, inputs: dict[str, jax.Array]) -> jax.Array:
         outputs: Any = module.apply({"params": params}, inputs, train=False)
         return jax.nn.softmax(outputs["mlm_logits"][0])
 

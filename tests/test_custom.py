@@ -58,7 +58,11 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     "syntax": ("model", "my_misspelt:f", "cannot be imported at line"),
     "constant": ("model", "my_broken:NUMBER", "names 3"),
     "number": ("model", "my_broken:returns_number", "returns 3"),
-    "refused": ("model", {"name": "my_broken:refuses", "width": 3}, "cannot be built at line 20 of"),
+    "refused": (
+        "model",
+        {"name": "my_broken:refuses", "width": 3},
+        "cannot be built at line 20 of",
+    ),
     "required": ("model", "my_broken:refuses", "is missing", "width", ..., "set it, because model"),
     "field": (
         "model",

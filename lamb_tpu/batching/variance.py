@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.optim import trust_ratio
 from lamb_tpu.optim.checks import check_choices, check_whole
+from lamb_tpu.types import PyTree
 
 VARIANCE, GRAD_SQ = "variance", "grad_sq"
 INNER_PRODUCT, ORTHOGONAL = "inner_product_variance", "orthogonal_variance"
@@ -48,7 +49,7 @@ class VarianceSums(NamedTuple):
     mean_sq: jax.Array  # vector: rows * |d|^2
 
 
-def sums(grads: Any, mean: Any, per_tensor: bool = False, direction: Any = None) -> VarianceSums:
+def sums(grads: PyTree, mean: Any, per_tensor: bool = False, direction: Any = None) -> VarianceSums:
     """Returns the sums of one part.
 
     Args:

@@ -12,6 +12,7 @@ from jax import lax
 
 from lamb_tpu.errors import ArgumentError
 from lamb_tpu.models.groups import Groups, groups_of
+from lamb_tpu.types import PyTree
 
 MOMENTS = "batch_moments"  # collection of a microbatch's moments, see `combine_moments`
 
@@ -147,7 +148,7 @@ class BatchNorm(nn.Module):
         return y.astype(dtype)
 
 
-def combine_moments(model_state: Any, moments: Any) -> Any:
+def combine_moments(model_state: PyTree, moments: PyTree) -> Any:
     """Returns the collections of all `BatchNorm`s after a batch that is split into microbatches.
 
     All microbatches have the same size, and no group spans several of them. The mean and variance of
@@ -185,7 +186,7 @@ def combine_moments(model_state: Any, moments: Any) -> Any:
     return jax.tree_util.tree_map_with_path(combined, model_state)
 
 
-def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
+def add_moments(total: PyTree, new: Any, index: jax.Array | int) -> Any:
     """Adds the moments of one more microbatch to a running total, for `combine_moments`.
 
     The total holds the mean of the microbatches' means, the mean of their variances, and the variance
@@ -212,7 +213,7 @@ def add_moments(total: Any, new: Any, index: jax.Array | int) -> Any:
     }
 
 
-def as_one(total: Any) -> Any:
+def as_one(total: PyTree) -> Any:
     """Converts a total of `add_moments` to the moments of one microbatch."""
     if not isinstance(total.get("momentum"), jax.Array):
         return {name: as_one(each) for name, each in total.items()}

@@ -15,6 +15,7 @@ import optax
 
 from lamb_tpu.optim import checks, leafwise, modules, schedule_free, trust_ratio
 from lamb_tpu.optim.trust_ratio import AxisName
+from lamb_tpu.types import PyTree
 
 
 class AgvmState(NamedTuple):
@@ -189,7 +190,7 @@ def _times(factors: jax.Array, index: Sequence[int], updates: optax.Updates) -> 
     )
 
 
-def _preconditioned(half: Any, moments: Any, b2: float, eps: float) -> Any:
+def _preconditioned(half: Any, moments: PyTree, b2: float, eps: float) -> Any:
     """Divides the gradient of a half by the root of the second moments, updated with its squares."""
     return jax.tree.map(
         lambda h, v: h / (jnp.sqrt(b2 * v + (1 - b2) * trust_ratio.real_product(h, h)) + eps),

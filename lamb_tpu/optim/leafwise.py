@@ -26,6 +26,7 @@ from lamb_tpu.optim.reducing import Apply
 from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.staged import Stage, Staged, Stages
 from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics, MeshAxes
+from lamb_tpu.types import PyTree
 
 
 class Leaf(NamedTuple):
@@ -189,7 +190,7 @@ class _Walk(Arguments):
         leaves = list(self._leaves(grad_leaves, params, step_size, state.count, shares))
         message, treedef = self.step(stage, leaves, old), jax.tree.structure(params)
 
-        def apply(sums: Any) -> tuple[optax.Updates, Any]:
+        def apply(sums: PyTree) -> tuple[optax.Updates, Any]:
             steps = message.apply(treedef.flatten_up_to(sums))
             result = self._narrowed(params, zip(leaves, steps, strict=True))
             return self._made(params, state, *result)

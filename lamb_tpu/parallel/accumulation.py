@@ -13,14 +13,13 @@ from lamb_tpu.models.norm import MOMENTS, combine_moments
 from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.tasks import Sums, Task
-
-Batch = Mapping[str, jax.Array]
+from lamb_tpu.types import Batch, Params, PyTree
 
 
 def gradients(
     task: Task,
-    params: Any,
-    model_state: Any,
+    params: Params,
+    model_state: PyTree,
     batch: Batch,
     weights: Mapping[str, jax.Array],
     key: jax.Array,
@@ -64,7 +63,7 @@ def gradients(
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}
 
     def of(part: Batch, places: jax.Array, collections: Any) -> tuple[Any, Any]:
-        def share(params: Any) -> tuple[Any, Any]:
+        def share(params: Params) -> tuple[Any, Any]:
             # Dropout reads the positions while the loss is traced.
             with example_positions(places):
                 terms, (state, sums) = task.loss(params, collections, part, key)

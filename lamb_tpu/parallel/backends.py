@@ -20,6 +20,7 @@ from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel.exchange import ShardedExchange
 from lamb_tpu.parallel.exchange.sharded import any_not_finite
 from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +43,15 @@ class JitBackend:
         """Returns the global positions of the rows that the step sees, see `rows.positions`."""
         return rows_lib.positions(rows, self.num_shards, steps)
 
-    def whole_params(self, params: Any) -> Any:
+    def whole_params(self, params: Params) -> Any:
         """Returns full parameters for the model, gathered over the state axis inside shard_map."""
         return params
 
-    def add(self, sums: Any) -> Any:
+    def add(self, sums: PyTree) -> Any:
         """Returns sums over all examples, from sums over the rows that the step sees."""
         return sums
 
-    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
+    def reduce(self, grads: PyTree, residual: PyTree) -> tuple[Any, Any]:
         """Returns gradients summed over all examples, sharded like the optimizer's state.
 
         Also returns the residual of the exchange, see `exchange`. Under jit the compiler sends the
@@ -60,26 +61,26 @@ class JitBackend:
         # reduce full arrays and slice them.
         return lax.with_sharding_constraint(grads, self.layout.moments), residual
 
-    def reset(self, residual: Any) -> Any:
+    def reset(self, residual: PyTree) -> Any:
         """Returns the residual without the values of earlier sums, see `Exchange.reset`."""
         return residual
 
-    def not_finite(self, grads: Any) -> jax.Array | None:
+    def not_finite(self, grads: PyTree) -> jax.Array | None:
         """Returns whether any device's gradient has a NaN or infinite element before the reduction.
 
         Returns None if NaN and infinity survive the reduction, so that the norm of the sums shows them.
         """
         return None
 
-    def parts(self, params: Any) -> Any:
+    def parts(self, params: Params) -> Any:
         """Returns parameters sharded like the optimizer's state."""
         return lax.with_sharding_constraint(params, self.layout.moments)
 
-    def from_microbatches(self, params: Any) -> Any:
+    def from_microbatches(self, params: Params) -> Any:
         """Reshards parameters from the optimizer state's sharding to the sharding between updates."""
         return lax.with_sharding_constraint(params, self.layout.params)
 
-    def norm(self, tree: Any) -> jax.Array:
+    def norm(self, tree: PyTree) -> jax.Array:
         """Returns the l2 norm of all leaves of a tree that is sharded like the optimizer's state."""
         return clipping.global_norm(tree)
 
@@ -105,7 +106,7 @@ class ShardMapBackend:
         shards = mesh_lib.num_batch_shards(self.layout.mesh)
         return rows_lib.positions(rows, shards, steps, lax.axis_index(self._axes))
 
-    def whole_params(self, params: Any) -> Any:
+    def whole_params(self, params: Params) -> Any:
         # Gather leaf by leaf, so that the compiler may gather each leaf at its first use.
         def gather(leaf: jax.Array, axis: int) -> jax.Array:
             if axis < 0:
@@ -114,19 +115,19 @@ class ShardMapBackend:
 
         return jax.tree.map(gather, params, self.layout.split_axes(self.layout.params))
 
-    def add(self, sums: Any) -> Any:
+    def add(self, sums: PyTree) -> Any:
         return collectives.all_reduce(sums, self._axes)
 
-    def reduce(self, grads: Any, residual: Any) -> tuple[Any, Any]:
+    def reduce(self, grads: PyTree, residual: PyTree) -> tuple[Any, Any]:
         return self.exchange.reduce(grads, residual)
 
-    def reset(self, residual: Any) -> Any:
+    def reset(self, residual: PyTree) -> Any:
         return self.exchange.exchange.reset(residual)
 
-    def not_finite(self, grads: Any) -> jax.Array | None:
+    def not_finite(self, grads: PyTree) -> jax.Array | None:
         return any_not_finite(grads, self._axes) if self.exchange.keeps_residual else None
 
-    def parts(self, params: Any) -> Any:
+    def parts(self, params: Params) -> Any:
         def shard(leaf: jax.Array, axis: int, held: int) -> jax.Array:
             # Keep leaves that are replicated in the optimizer's state, and FSDP's leaves, which are shards.
             if axis < 0 or held >= 0:
@@ -138,7 +139,7 @@ class ShardMapBackend:
             shard, params, split_axes(self.layout.moments), split_axes(self.layout.params)
         )
 
-    def from_microbatches(self, params: Any) -> Any:
+    def from_microbatches(self, params: Params) -> Any:
         leaves, treedef = jax.tree.flatten(params)
         axes = jax.tree.leaves(self.layout.split_axes(self.layout.moments))
         held = jax.tree.leaves(self.layout.split_axes(self.layout.params))
@@ -149,6 +150,6 @@ class ShardMapBackend:
         )
         return treedef.unflatten(collectives.replaced(leaves, missing, gathered))
 
-    def norm(self, tree: Any) -> jax.Array:
+    def norm(self, tree: PyTree) -> jax.Array:
         # Split leaves are summed over the state axis; replicated leaves must count once.
         return clipping.global_norm(tree, self.layout.axis_name)

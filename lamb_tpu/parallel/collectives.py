@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lamb_tpu.types import PyTree
+
 # Buckets are large enough that latency does not matter, and small enough that the first bucket is
 # sent while the backward pass still computes the gradients of the last bucket.
 BUCKET_BYTES = 64 * 2**20
@@ -31,7 +33,7 @@ _ONE_PHASE = 16
 _FEW_DEVICES, _ALIGNED = 8, 128
 
 
-def all_reduce(tree: Any, axes: Sequence[str], dtype: Any = None) -> Any:
+def all_reduce(tree: PyTree, axes: Sequence[str], dtype: Any = None) -> Any:
     """Sums every leaf over mesh axes, inside shard_map or pmap; the compiler combines the operations.
 
     Floating-point leaves are sent and added in `dtype`; if it is None, in the dtype of each leaf. The

@@ -17,6 +17,7 @@ from lamb_tpu.optim.trust_ratio import compute_dtype
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.types import Params, PyTree
 
 # Name of the component that holds the residual of an exchange, see `exchange.residual`.
 RESIDUAL = "residual"
@@ -31,13 +32,13 @@ class Update:
     """
 
     step: jax.Array  # number of updates completed before this update, int32 scalar
-    params: Any  # the new parameters, sharded like the optimizer's state
-    model_state: Any  # the new model state
+    params: Params  # the new parameters, sharded like the optimizer's state
+    model_state: PyTree  # the new model state
     # Whether the gradient was finite, a boolean scalar; None if this was not checked.
     finite: jax.Array | None
     # The new value of each component's field, (rows, ...), by the component's name.
     rows: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
-    residual: Any = ()  # the new residual of the exchange; () without a residual
+    residual: PyTree = ()  # the new residual of the exchange; () without a residual
 
 
 class StateComponent(Protocol):
@@ -47,7 +48,7 @@ class StateComponent(Protocol):
     def name(self) -> str:
         """Name of the component, in `TrainState.parts` and in checkpoints."""
 
-    def init(self, params: Any, model_state: Any) -> Any:
+    def init(self, params: Params, model_state: PyTree) -> Any:
         """Returns the component before the first update; None if the run does not have it."""
 
     def shardings(self, value: Any, layout: Layout) -> Any:
@@ -111,7 +112,7 @@ class Averages(StateComponent):
     decay: float = 0.0
     name: str = "ema"
 
-    def init(self, params: Any, model_state: Any) -> Any:
+    def init(self, params: Params, model_state: PyTree) -> Any:
         return jax.tree.map(_widened, (params, model_state)) if self.decay > 0 else None
 
     def shardings(self, value: Any, layout: Layout) -> Any:
@@ -145,7 +146,7 @@ class Skipped(StateComponent):
 
     name: str = "skipped"
 
-    def init(self, params: Any, model_state: Any) -> jax.Array:
+    def init(self, params: Params, model_state: PyTree) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
     def shardings(self, value: Any, layout: Layout) -> Any:
@@ -192,7 +193,7 @@ class Carry(StateComponent):
         shards = mesh_lib.num_batch_shards(self.mesh)
         return rows_lib.positions(self.rows, shards, self.steps)
 
-    def init(self, params: Any, model_state: Any) -> dict[str, jax.Array]:
+    def init(self, params: Params, model_state: PyTree) -> dict[str, jax.Array]:
         value = jnp.zeros((self.rows, *self.shape), jnp.float32)
         return {"value": value, "example": self._examples()}
 

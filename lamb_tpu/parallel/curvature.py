@@ -1,6 +1,5 @@
 """The local Lipschitz estimate of the LEGW paper: curvature along the gradient."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,9 +9,10 @@ from lamb_tpu.optim import clipping
 from lamb_tpu.parallel import accumulation
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.tasks import Task
+from lamb_tpu.types import Batch, Params
 
 
-def lipschitz(task: Task, state: TrainState, batch: Mapping[str, jax.Array]) -> jax.Array:
+def lipschitz(task: Task, state: TrainState, batch: Batch) -> jax.Array:
     r"""Returns the local Lipschitz estimate of the gradient at a state, a float32 scalar.
 
     .. math:: L(x, g) = \frac{|g^T H g|}{\|g\|^2}
@@ -36,7 +36,7 @@ def lipschitz(task: Task, state: TrainState, batch: Mapping[str, jax.Array]) -> 
     key = jax.random.fold_in(state.key, state.step)
     positions = jnp.arange(len(next(iter(batch.values()))), dtype=jnp.int32)
 
-    def gradient(params: Any) -> Any:
+    def gradient(params: Params) -> Any:
         grads, *_ = accumulation.gradients(
             task, params, state.model_state, batch, weights, key, positions
         )

@@ -29,6 +29,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.tasks import Sums
+from lamb_tpu.types import PyTree
 
 # Names of the two preconditioned metrics, corresponding to `noise_scale.PAIR`.
 PRECONDITIONED = "noise_scale/preconditioned_grad_sq", "noise_scale/preconditioned_trace"
@@ -102,7 +103,7 @@ class MicrobatchStatistics:
         self._is_named = isinstance(backend, backends.ShardMapBackend)
         self._devices = mesh_lib.num_batch_shards(layout.mesh) if self._is_named else 1
 
-    def shares(self, grads: Any, state: TrainState, index: jax.Array) -> dict[str, Any]:
+    def shares(self, grads: PyTree, state: TrainState, index: jax.Array) -> dict[str, Any]:
         """Returns what microbatch `index` adds on this device to the sums over microbatches.
 
         `grads` is this device's share of the gradient, and `state` the state before the update.
@@ -127,7 +128,7 @@ class MicrobatchStatistics:
         return found | ({"even": self._layout.moments} if asked.halves else {})
 
     def measured(
-        self, shares: Mapping[str, Any], local: Any, grads: Any, state: TrainState
+        self, shares: Mapping[str, Any], local: Any, grads: PyTree, state: TrainState
     ) -> tuple[Sums, dict[str, Any]]:
         """Returns the metrics of an update, and extra arguments of the optimizer's update.
 
@@ -172,7 +173,7 @@ class MicrobatchStatistics:
                 given["halves"] = jax.tree.map(lambda g: 2 * g, (even, odd))
         return found, given
 
-    def _norm_sq(self, tree: Any) -> jax.Array:
+    def _norm_sq(self, tree: PyTree) -> jax.Array:
         return jnp.square(self._backend.norm(tree))
 
     def _pair(
@@ -191,7 +192,7 @@ class MicrobatchStatistics:
             name: _where(parts > 1, value, one) for name, value in zip(names, pair, strict=True)
         }
 
-    def _halves(self, shares: Mapping[str, Any], local: Any, grads: Any) -> tuple[Any, Any]:
+    def _halves(self, shares: Mapping[str, Any], local: Any, grads: PyTree) -> tuple[Any, Any]:
         """Returns the two halves' shares of the gradient, sharded like the optimizer's state."""
         even = shares.get("even")
         if even is None:
@@ -206,7 +207,7 @@ def check_second_moments(state: TrainState) -> None:
     checks.check_moments("the optimizer has", second_moments(state.opt_state), state.params)
 
 
-def _whitened(grads: Any, moments: Any) -> Any:
+def _whitened(grads: PyTree, moments: PyTree) -> Any:
     """Returns gradients divided by the fourth root of the second moments; 0 if a moment is 0."""
 
     def whitened(g: jax.Array, v: jax.Array) -> jax.Array:
@@ -216,7 +217,7 @@ def _whitened(grads: Any, moments: Any) -> Any:
     return jax.tree.map(whitened, grads, moments)
 
 
-def _square(tree: Any) -> jax.Array:
+def _square(tree: PyTree) -> jax.Array:
     """Returns the squared norm of a tree whose leaves are not split."""
     return jnp.square(optax.global_norm(tree))
 

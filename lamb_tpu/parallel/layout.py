@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lamb_tpu.optim import parameters
 from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rules as rules_lib
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +18,9 @@ class Layout:
     """Shardings of the parameters and of the optimizer state of each parameter."""
 
     mesh: Mesh
-    params: Any  # a tree with a `NamedSharding` for every parameter
+    params: Params  # a tree with a `NamedSharding` for every parameter
     # A `NamedSharding` for every parameter's optimizer state and average; ZeRO-1 splits these further.
-    moments: Any
+    moments: PyTree
     _specs: dict[str, PartitionSpec | None] = dataclasses.field(
         init=False, repr=False, compare=False
     )
@@ -32,7 +33,7 @@ class Layout:
         """Returns the spec of a parameter's update over the state axis; None if it is replicated."""
         return self._specs[path]
 
-    def split_axes(self, shardings: Any) -> Any:
+    def split_axes(self, shardings: PyTree) -> Any:
         """Returns for each leaf of `params` or `moments` the axis that the state axis splits, or -1."""
         state = mesh_lib.state_axis(self.mesh)
         return jax.tree.map(
@@ -55,7 +56,7 @@ class Layout:
 
 
 def make_layout(
-    params: Any,
+    params: Params,
     mesh: Mesh,
     metadata: Any,
     rules: Sequence[rules_lib.Rule] = (),

@@ -35,6 +35,7 @@ from lamb_tpu.parallel.per_example import make_per_example, unmeasured
 from lamb_tpu.parallel.state import PARTS, TrainState
 from lamb_tpu.parallel.update import Batch, Gradients, row_major
 from lamb_tpu.tasks import Sums, Task
+from lamb_tpu.types import PyTree
 
 REPLICATED = PartitionSpec()
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -296,7 +297,7 @@ class Microbatched:
         )
 
     def one_by_one(
-        self, state: TrainState, grads: Any, batch: Batch, weights: Any, count: jax.Array
+        self, state: TrainState, grads: PyTree, batch: Batch, weights: Any, count: jax.Array
     ) -> Sums:
         """Returns the statistics of per-example gradients, on global arrays."""
         if self.is_named:

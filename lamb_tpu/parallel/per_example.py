@@ -15,6 +15,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel import rows as rows_lib
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.tasks import Sums, Task
+from lamb_tpu.types import Batch, PyTree
 
 NAMES = (variance.VARIANCE, variance.INNER_PRODUCT, variance.ORTHOGONAL, variance.GRAD_SQ)
 # Largest memory for per-example gradients on a device; if these need more, they are computed in chunks.
@@ -49,7 +50,7 @@ def make_per_example(
 
     def metrics(
         state: TrainState,
-        grads: Any,
+        grads: PyTree,
         microbatch: Mapping[str, jax.Array],
         weights: Mapping[str, jax.Array],
         count: jax.Array,
@@ -57,7 +58,7 @@ def make_per_example(
         examples = (len(next(iter(microbatch.values()))) * count).astype(jnp.float32)
         key = jax.random.fold_in(state.key, state.step)
 
-        def gradient(batch: Mapping[str, jax.Array], positions: jax.Array) -> Any:
+        def gradient(batch: Batch, positions: jax.Array) -> Any:
             found, *_ = accumulation.gradients(
                 task, state.params, state.model_state, batch, weights, key, positions
             )

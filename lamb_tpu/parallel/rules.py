@@ -12,6 +12,7 @@ from lamb_tpu.errors import UserError, listed, not_divisible
 from lamb_tpu.optim import parameters
 from lamb_tpu.optim.parameters import ParameterMetadata
 from lamb_tpu.parallel import mesh as mesh_lib
+from lamb_tpu.types import Params, PyTree
 
 TYPES = ("replicated", "fsdp")
 # A pair: a regex over '/'-joined paths, and how matching parameters are split.
@@ -19,7 +20,7 @@ Rule = tuple[str, str | Sequence[str | None]]
 
 
 def partition_params(
-    params: Any,
+    params: Params,
     rules: Sequence[Rule],
     mesh: Mesh,
     metadata: Any,
@@ -177,7 +178,7 @@ def sequence_axes(mesh: Mesh, num_heads: int, length: int) -> tuple[str, ...]:
     return ("sequence",)
 
 
-def _check_mesh_is_used(shardings: Any, mesh: Mesh, activation_axes: Sequence[str]) -> None:
+def _check_mesh_is_used(shardings: PyTree, mesh: Mesh, activation_axes: Sequence[str]) -> None:
     named = {
         axis
         for sharding in jax.tree.leaves(shardings)
@@ -222,7 +223,7 @@ def split_spec(spec: PartitionSpec, axis: int | None, mesh: Mesh) -> PartitionSp
     return _trimmed(axes)
 
 
-def check_named(shardings: Any, mesh: Mesh, metadata: Any) -> None:
+def check_named(shardings: PyTree, mesh: Mesh, metadata: Any) -> None:
     """Rejects shardings of parameters that the step inside shard_map cannot gather.
 
     Raises:
@@ -245,7 +246,7 @@ def check_named(shardings: Any, mesh: Mesh, metadata: Any) -> None:
             raise UserError(key, "shard_map", problem, f"{remedy}, or use 'jit'")
 
 
-def zero1(params: Any, params_sharding: Any, mesh: Mesh, metadata: Any) -> Any:
+def zero1(params: Params, params_sharding: Any, mesh: Mesh, metadata: Any) -> Any:
     """Returns the sharding of each parameter's optimizer state under ZeRO-1.
 
     The state axis splits the first axis of the parameter that has a divisible length and is not
@@ -263,7 +264,7 @@ def zero1(params: Any, params_sharding: Any, mesh: Mesh, metadata: Any) -> Any:
     return jax.tree.map(sharding_of, params, params_sharding, metadata)
 
 
-def bytes_per_device(tree: Any, shardings: Any) -> int:
+def bytes_per_device(tree: PyTree, shardings: PyTree) -> int:
     """Returns the bytes that a tree of arrays or `jax.ShapeDtypeStruct`s takes on one device."""
     return sum(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -272,7 +273,7 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 
 
 def describe(
-    params: Any, shardings: Any, rules: Sequence[Rule], state: Mapping[str, tuple[Any, Any]]
+    params: Params, shardings: PyTree, rules: Sequence[Rule], state: Mapping[str, tuple[Any, Any]]
 ) -> str:
     """Returns lines that say which parameters each rule splits, with bytes in total and per device.
 
@@ -296,7 +297,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _line(name: str, tree: Any, shardings: Any) -> str:
+def _line(name: str, tree: PyTree, shardings: PyTree) -> str:
     total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return f"{name}: {_size(total)}, {_size(bytes_per_device(tree, shardings))} a device"
 

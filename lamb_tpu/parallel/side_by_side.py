@@ -1,6 +1,6 @@
 """One program for the updates of several training runs, each with a separate state and batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.tasks import Sums
-
-Batch = Mapping[str, jax.Array]
+from lamb_tpu.types import Batch, PyTree
 
 
 def is_batched(mesh: Mesh) -> bool:
@@ -51,5 +50,5 @@ def _stack(trees: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _unstack(tree: Any, count: int) -> tuple[Any, ...]:
+def _unstack(tree: PyTree, count: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda leaf: leaf[run], tree) for run in range(count))

@@ -14,6 +14,7 @@ from lamb_tpu.parallel import mesh as mesh_lib
 from lamb_tpu.parallel.components import Averages, Skipped, StateComponent
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.tasks import Task
+from lamb_tpu.types import Batch, Params, PyTree
 
 # The default components of a state.
 PARTS: tuple[StateComponent, ...] = (Averages(), Skipped())
@@ -29,8 +30,8 @@ class TrainState:
     """
 
     step: jax.Array  # number of completed updates, int32 scalar
-    params: Any
-    model_state: Any  # the model's other collections, such as BatchNorm's running averages
+    params: Params
+    model_state: PyTree  # the model's other collections, such as BatchNorm's running averages
     opt_state: optax.OptState
     key: jax.Array  # typed random key, constant; update t draws from `fold_in(key, t)`
     parts: Mapping[str, Any]  # further components by their names, see `parallel.components`
@@ -69,7 +70,7 @@ class TrainState:
 def make_init(
     task: Task,
     tx: optax.GradientTransformation,
-    batch: Mapping[str, Any],
+    batch: Batch,
     parts: Sequence[StateComponent] = PARTS,
     prng: str = "threefry2x32",
 ) -> Callable[..., TrainState]:
@@ -89,7 +90,7 @@ def make_init(
     """
 
     def init(key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
-        def filled(field: str, tree: Any) -> Any:
+        def filled(field: str, tree: PyTree) -> Any:
             leaves, treedef = jax.tree.flatten(tree)
             paths = [f"{field}/{path}" for path in parameters.leaf_paths(tree)]
             return treedef.unflatten(
@@ -125,7 +126,7 @@ def state_shardings(
     """Returns a sharding for every array of a state with the shapes and dtypes of `abstract`."""
     whole = mesh_lib.replicated(layout.mesh)
 
-    def replicated(tree: Any) -> Any:
+    def replicated(tree: PyTree) -> Any:
         return jax.tree.map(lambda _: whole, tree)
 
     leaf: Any = whole  # in this tree, shardings replace arrays
@@ -140,7 +141,10 @@ def state_shardings(
 
 
 def check_update(
-    tx: optax.GradientTransformation, params: Any, opt_state: optax.OptState, layout: Layout | None
+    tx: optax.GradientTransformation,
+    params: Params,
+    opt_state: optax.OptState,
+    layout: Layout | None,
 ) -> None:
     """Traces the optimizer's update, and checks what it returns.
 
@@ -152,7 +156,7 @@ def check_update(
       ValueError: see `optim.checks.check_result`.
     """
 
-    def update(params: Any, state: Any) -> Any:
+    def update(params: Params, state: Any) -> Any:
         # A trace needs only shapes and dtypes, so the parameters stand in for gradients.
         result = tx.update(params, state, params)
         checks.check_result(result, params, state)
@@ -188,7 +192,7 @@ def resumed(state: TrainState, parts: Sequence[StateComponent] = PARTS) -> Train
     return state.replace(**{part.name: part.resumed(state.parts[part.name]) for part in parts})
 
 
-def with_shardings(abstract: Any, shardings: Any) -> Any:
+def with_shardings(abstract: PyTree, shardings: PyTree) -> Any:
     """Returns the `jax.ShapeDtypeStruct`s of `abstract` with the given shardings."""
 
     return jax.tree.map(

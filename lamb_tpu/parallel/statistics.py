@@ -9,10 +9,11 @@ from jax.extend.core import Var
 from lamb_tpu.models.norm import MOMENTS
 from lamb_tpu.optim import parameters
 from lamb_tpu.tasks import Task
+from lamb_tpu.types import Params, PyTree
 
 
 def check_statistics(
-    task: Task, params: Any, model_state: Any, batch: Mapping[str, Any], key: Any, whole: bool
+    task: Task, params: Params, model_state: PyTree, batch: Mapping[str, Any], key: Any, whole: bool
 ) -> None:
     """Rejects a model that has batch statistics other than those of `models.norm.BatchNorm`.
 
@@ -36,7 +37,7 @@ def check_statistics(
     if not paths:
         return
 
-    def new_state(model_state: Any, batch: Any, params: Any, key: Any) -> Any:
+    def new_state(model_state: PyTree, batch: Any, params: Params, key: Any) -> Any:
         # If the model state has this collection, `models.norm.BatchNorm` writes its moments to the
         # collection. This identifies the layers of that class.
         _, (state, _) = task.loss(params, {**model_state, MOMENTS: {}}, batch, key)

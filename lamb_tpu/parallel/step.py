@@ -20,6 +20,7 @@ from lamb_tpu.parallel.side_by_side import is_batched, side_by_side
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.parallel.update import Batch, make_update
 from lamb_tpu.tasks import HostScored, Sums, Task
+from lamb_tpu.types import PyTree
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 # `(arrays of the data set, draws) -> batch`, see `data.HeldSet`.
@@ -141,7 +142,7 @@ def make_train_step(
     )
 
 
-def _specs(shardings: Any) -> Any:
+def _specs(shardings: PyTree) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 

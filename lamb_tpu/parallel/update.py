@@ -25,22 +25,22 @@ from lamb_tpu.parallel.components import RESIDUAL, StateComponent, Update
 from lamb_tpu.parallel.gradient_statistics import MicrobatchStatistics
 from lamb_tpu.parallel.state import PARTS, TrainState
 from lamb_tpu.tasks import Sums, Task
+from lamb_tpu.types import Batch, Params, PyTree
 
-Batch = Mapping[str, jax.Array]
 Backend = backends.JitBackend | backends.ShardMapBackend
 
 
 class Gradients(NamedTuple):
     """Results of the accumulation over a program's rows; the first four fields add up over devices."""
 
-    grads: Any  # the gradient of these rows' share of the loss
+    grads: PyTree  # the gradient of these rows' share of the loss
     loss: jax.Array  # these rows' share of the loss
     sums: Sums  # the task's metric sums
     # Sums for statistics of gradients, see `MicrobatchStatistics.shares`; {} without statistics.
     shares: Mapping[str, Any]
     # The new model state, equal on all devices, because BatchNorm takes its statistics over devices.
     # In a running total of microbatches: the moments of BatchNorm layers, see `norm.add_moments`.
-    model_state: Any
+    model_state: PyTree
     rows: Mapping[str, jax.Array]  # the new value of each carried field, by the component's name
     measured: Sums  # metrics measured before the exchange
 
@@ -49,11 +49,11 @@ class Exchanged(NamedTuple):
     """Results of an exchange: sums over all examples."""
 
     sent: Any  # sum of the gradients, or of the messages, sharded like the optimizer's state
-    residual: Any  # the new residual of the exchange; () without a residual
+    residual: PyTree  # the new residual of the exchange; () without a residual
     loss: jax.Array  # loss of the batch
     sums: Sums  # the task's metric sums
     not_finite: jax.Array | None  # see `JitBackend.not_finite`
-    params: Any  # parameters before the update, sharded like the optimizer's state
+    params: Params  # parameters before the update, sharded like the optimizer's state
     # Components of the state before the update; the residual is reset if the stage asks for it.
     parts: Mapping[str, Any]
     # Function from the summed message in `sent` to `(updates, opt_state)`; None for a gradient.
@@ -249,7 +249,7 @@ def make_update(
     return train_step
 
 
-def row_major(grads: Any, mesh: Mesh) -> Any:
+def row_major(grads: PyTree, mesh: Mesh) -> Any:
     """Fixes the memory layout of gradients that have an axis of length 1, on a CPU.
 
     The position of such an axis in the layout does not change the memory, and XLA chooses another
@@ -268,7 +268,7 @@ def row_major(grads: Any, mesh: Mesh) -> Any:
     return jax.tree.map(fixed, grads)
 
 
-def _as(like: Any, tree: Any) -> Any:
+def _as(like: Any, tree: PyTree) -> Any:
     """Returns `tree` with the dtypes of `like`."""
     return jax.tree.map(lambda leaf, own: leaf.astype(own.dtype), tree, like)
 

@@ -36,6 +36,7 @@ from lamb_tpu.run.settings import settings
 from lamb_tpu.spec import Config, Spec
 from lamb_tpu.spec_keys import plain
 from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Run:
         paths: list[str] = []
 
         # Walk while `init` is traced: JAX sorts the keys of a traced function's result.
-        def walk(tree: Any, path: str = "") -> None:
+        def walk(tree: PyTree, path: str = "") -> None:
             for name, value in tree.items():
                 if isinstance(value, Mapping):
                     walk(value, f"{path}{name}/")
@@ -264,7 +265,7 @@ class Run:
 
 
 def state_components(
-    spec: Spec, task: tasks.Task, mesh: Mesh, exchange: ShardedExchange | None, params: Any
+    spec: Spec, task: tasks.Task, mesh: Mesh, exchange: ShardedExchange | None, params: Params
 ) -> tuple[StateComponent, ...]:
     """Returns the components of the state besides parameters, model state and optimizer state."""
     parts: tuple[StateComponent, ...] = (Averages(spec.ema.decay), Skipped())

@@ -21,6 +21,7 @@ from lamb_tpu.run import batches
 from lamb_tpu.run.optimizer import Optimizer
 from lamb_tpu.run.statistics import SWITCHES
 from lamb_tpu.spec import Spec
+from lamb_tpu.types import Params
 
 _UNKNOWN: Any = None
 
@@ -57,7 +58,7 @@ class Combination:
     example: Any = None
     tx: optax.GradientTransformation = _UNKNOWN
     layout: Layout = _UNKNOWN
-    params: Any = None
+    params: Params = None
     metadata: Any = None
     state: TrainState = _UNKNOWN
 

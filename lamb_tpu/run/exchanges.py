@@ -18,6 +18,7 @@ from lamb_tpu.parallel.exchange import (
 from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.spec import Spec
 from lamb_tpu.spec_keys import plain
+from lamb_tpu.types import Params
 
 _KEY = "config.parallel.exchange"
 _WIDE = "full_precision"
@@ -40,7 +41,7 @@ def make(spec: Spec, mesh: Mesh) -> Exchange:
 
 
 def make_sharded(
-    spec: Spec, layout: Layout, params: Any, stacked: str | None = None
+    spec: Spec, layout: Layout, params: Params, stacked: str | None = None
 ) -> ShardedExchange | None:
     """Returns the exchange for given parameters after all checks; None under jit.
 

@@ -28,6 +28,7 @@ from lamb_tpu.spec import Spec
 from lamb_tpu.spec_keys import Component
 from lamb_tpu.store.workdir import Workdir
 from lamb_tpu.tasks.classification import Classification
+from lamb_tpu.types import PyTree
 
 # Fields of a BERT model to compare, because shapes reveal a difference too late or not at all.
 _SAME = ("num_layers", "num_heads", "gelu", "layer_norm_eps")
@@ -354,7 +355,7 @@ def _other_pixels(weights: Weights, task: Component) -> tuple[str, ...]:
 
 
 def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
-    def has(tree: Any, name: str) -> bool:
+    def has(tree: PyTree, name: str) -> bool:
         return any(re.search(f"(^|/){name}/", path) for path in parameters.leaf_paths(tree))
 
     # Unrolled layers are named layer_0, layer_1, ...; stacked layers share the name layers.

@@ -15,6 +15,7 @@ from lamb_tpu.parallel.layout import Layout
 from lamb_tpu.run.categories import OPTIMIZERS
 from lamb_tpu.run.recipe import Recipe
 from lamb_tpu.spec_keys import Component
+from lamb_tpu.types import Params
 
 # Parameter metadata of a custom optimizer that takes no rules.
 _NO_RULES = (("", {"decay": False, "adapt": False}),)
@@ -46,7 +47,7 @@ class Optimizer:
     def make(
         self,
         recipe: Recipe,
-        params: Any = None,
+        params: Params = None,
         layout: Layout | None = None,
         rate: jax.typing.ArrayLike = math.nan,
     ) -> optax.GradientTransformation:

@@ -25,6 +25,7 @@ from lamb_tpu.optim import parameters, schedule_free
 from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.store.position import Position
 from lamb_tpu.store.workdir import Workdir
+from lamb_tpu.types import PyTree
 
 # Fields of a state that can be loaded; published weights have no optimizer state.
 PARTS = ("params", "model_state", "opt_state")
@@ -95,7 +96,7 @@ class Weights:
         )
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree by their paths, such as 'params/output/bias'."""
     return dict(zip(parameters.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
@@ -247,7 +248,10 @@ def _of_huggingface(folder: pathlib.Path) -> Weights:
 
 
 def _published(
-    path: pathlib.Path, model: Mapping[str, Any], variables: Any, load: Callable[[], dict[str, Any]]
+    path: pathlib.Path,
+    model: Mapping[str, Any],
+    variables: PyTree,
+    load: Callable[[], dict[str, Any]],
 ) -> Weights:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
     return Weights(path, None, model, shapes, updates_before=0, read=_reader(load))

@@ -21,6 +21,7 @@ from lamb_tpu.errors import ABSENT, UserError
 from lamb_tpu.files import buckets, reading, writing
 from lamb_tpu.store import checksums, renamed
 from lamb_tpu.store.saving import Background
+from lamb_tpu.types import PyTree
 
 T = TypeVar("T")
 _REMOVALS = 20  # attempts to remove unfinished checkpoints
@@ -270,7 +271,7 @@ class Checkpoints:
                 (folder,) = self.directory.glob(f"{self._saving}.*")
             checksums.write(folder)
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, abstract_state: PyTree) -> tuple[Any, dict[str, Any]]:
         """Returns state and position of update `step`, with the shardings of `abstract_state`.
 
         `abstract_state` is a pytree of `jax.ShapeDtypeStruct`s with shardings, or a function that
@@ -278,7 +279,7 @@ class Checkpoints:
         """
         return self._read(step, lambda: self._load(step, abstract_state))
 
-    def _load(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+    def _load(self, step: int, abstract_state: PyTree) -> tuple[Any, dict[str, Any]]:
         if callable(abstract_state):
             abstract_state = abstract_state(self._shapes(step))
         wanted = renamed.as_stored(abstract_state, self._checkpointer.metadata(step).metadata)
@@ -345,7 +346,7 @@ class Checkpoints:
         damaged = multihost_utils.broadcast_one_to_all(np.bool_(damage is not None))
         return (damage or "process 0 finds it damaged") if damaged else None
 
-    def restore_latest(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+    def restore_latest(self, abstract_state: PyTree) -> tuple[Any, dict[str, Any]] | None:
         """Returns the newest readable checkpoint, or None if there are no checkpoints.
 
         Reports a checkpoint that cannot be read, and tries the previous checkpoint. Raises a UserError if

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 
+from lamb_tpu.types import PyTree
+
 # Current name of a NamedTuple's field -> its name in checkpoints of checkouts before 0.2.0.
 _EARLIER = {"diagnostics": "readings"}
 
 
-def as_stored(abstract: Any, stored: Mapping[str, Any]) -> Any:
+def as_stored(abstract: PyTree, stored: Mapping[str, Any]) -> Any:
     """Returns `abstract` with the field names of a checkpoint, so that Orbax can restore it.
 
     A NamedTuple that has a renamed field becomes a dict.
@@ -31,7 +33,7 @@ def as_stored(abstract: Any, stored: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(convert, abstract, is_leaf=_has_renamed)
 
 
-def as_now(loaded: Any, abstract: Any) -> Any:
+def as_now(loaded: Any, abstract: PyTree) -> Any:
     """Converts `loaded`, which was read with `as_stored(abstract, ...)`, to the types of `abstract`."""
 
     def convert(node: Any, there: Any) -> Any:

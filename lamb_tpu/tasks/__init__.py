@@ -15,6 +15,7 @@ from lamb_tpu.tasks.language_model import LanguageModel
 from lamb_tpu.tasks.masked_lm import MaskedLm
 from lamb_tpu.tasks.question_answering import QuestionAnswering
 from lamb_tpu.tasks.translation import Translation
+from lamb_tpu.types import Batch, Params, PyTree
 
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 
@@ -39,21 +40,21 @@ class Task(Protocol):
     def check(self, source: Source) -> None:
         """Raises ValueError if the data does not fit the model or the task."""
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         """Returns the model's variables for batches shaped like `batch`."""
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array | np.float32]:
+    def weights(self, batch: Batch) -> Mapping[str, jax.Array | np.float32]:
         """Returns the weight of each term of the loss, summed over the rows of `batch` in float32.
 
         A weight that depends only on shapes should be a NumPy number, which needs no communication.
         """
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[Mapping[str, jax.Array], tuple[Any, Sums]]:
         """Returns (sums of the terms over the rows, (new model state, metric sums to log))."""
 
-    def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Sums:
+    def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> Sums:
         """Returns metric sums over the examples whose `batch['mask']` is true."""
 
 
@@ -63,7 +64,7 @@ class HostScored(Protocol):
 
     score_names: tuple[str, ...]
 
-    def predict(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:
+    def predict(self, params: Params, model_state: PyTree, batch: Batch) -> Any:
         """Returns the outputs that `score` needs, a tree of arrays (rows, ...)."""
 
     def score(self, source: Source, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:

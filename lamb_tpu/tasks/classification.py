@@ -15,6 +15,7 @@ from lamb_tpu.errors import UserError, out_of_range
 from lamb_tpu.models import Model
 from lamb_tpu.tasks import mixing
 from lamb_tpu.tasks.text import check_fields
+from lamb_tpu.types import Batch, Params, PyTree
 
 # With fewer classes, top-5 accuracy is not informative.
 _MIN_CLASSES_OF_TOP5 = 11
@@ -62,7 +63,7 @@ class Classification:
         """The names of the enabled mixing fields; () if examples are not mixed."""
         return tuple(name for name in ("mixup_alpha", "cutmix_alpha") if getattr(self, name))
 
-    def _inputs(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+    def _inputs(self, batch: Batch) -> jax.Array:
         # Images are sent to the device in their stored dtype and normalised there.
         images = jnp.asarray(batch["image"], jnp.float32)
         mean, std = (np.asarray(x, np.float32) for x in (self.input_mean, self.input_std))
@@ -110,16 +111,16 @@ class Classification:
         classes = source.num_classes or self._num_classes(source)
         return {"label": Range(0, classes - 1, "the classes of the model, counted from 0")}
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         return self.model.init(key, self._inputs(batch))
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
+    def weights(self, batch: Batch) -> dict[str, np.float32]:
         """Returns the number of examples."""
         # Computed from a shape, so it needs no communication.
         return {"cross_entropy": np.float32(len(batch["label"]))}
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
@@ -152,7 +153,7 @@ class Classification:
         return terms, (model_state, {"accuracy": (jnp.sum(correct), weight)})
 
     def evaluate(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
+        self, params: Params, model_state: PyTree, batch: Batch
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`.
 

@@ -15,6 +15,7 @@ from lamb_tpu.data import Batch, Range, Ranges, Source
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.text import lacks, other_size
+from lamb_tpu.types import Params, PyTree
 
 CARRY = "carry"  # field of a batch, and key of the new state in the model state
 _FIELDS = ("inputs", "targets", "start")
@@ -76,10 +77,10 @@ class LanguageModel:
             "length": Range(0, math.prod(shape), "the words of the example"),
         }
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         return self.model.init(key, {"inputs": batch["inputs"]})
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
+    def weights(self, batch: Batch) -> dict[str, jax.Array | np.float32]:
         """Returns the number of words; with `sum_over_time`, the number of rows."""
         rows, steps = batch["targets"].shape
         if self.sum_over_time:
@@ -90,7 +91,7 @@ class LanguageModel:
         return {"cross_entropy": np.float32(rows * steps)}
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
@@ -114,9 +115,7 @@ class LanguageModel:
         total, words = sums["loss"]
         return {"cross_entropy": total}, (model_state, {"perplexity": (total, words)})
 
-    def evaluate(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
-    ) -> dict[str, Pair]:
+    def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, Pair]:
         """Returns sums of `loss` (nats per word), `perplexity` and `accuracy` over full streams.
 
         For `perplexity`, the exponential of the mean is recorded. Dropout is off.

@@ -13,6 +13,7 @@ from lamb_tpu.data import LARGEST, Range, Ranges, Source, title
 from lamb_tpu.errors import UserError
 from lamb_tpu.models import Model
 from lamb_tpu.tasks.text import check_text, positions, text_ranges, words
+from lamb_tpu.types import Batch, Params, PyTree
 
 _FIELDS = (
     "input_ids",
@@ -68,17 +69,17 @@ class MaskedLm:
             _PAIRS: Range(0, 1, "whether the second segment follows the first"),
         }
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         return self.model.init(key, batch)
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array | np.float32]:
+    def weights(self, batch: Batch) -> dict[str, jax.Array | np.float32]:
         """Returns the number of masked words and the number of pairs."""
         words = jnp.sum(batch["masked_weights"], dtype=jnp.float32)
         pairs = {"nsp": np.float32(len(batch[_PAIRS]))} if _PAIRS in batch else {}
         return {"mlm": words, **pairs}
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
         """Returns (sums of the terms 'mlm' and 'nsp', (new model state, sums as in `evaluate`))."""
         outputs, model_state = self.model.apply(
@@ -90,17 +91,13 @@ class MaskedLm:
         terms = {term: metrics[f"{term}_loss"][0] for term in self.weights(batch)}
         return terms, (model_state, metrics)
 
-    def evaluate(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
-    ) -> dict[str, Pair]:
+    def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, Pair]:
         """Returns sums of `mlm_loss` and `mlm_accuracy`; for pairs also `nsp_loss` and `nsp_accuracy`."""
         outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
         return _metrics(outputs, batch, batch["mask"] > 0)
 
 
-def _metrics(
-    outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], mask: jax.Array
-) -> dict[str, Pair]:
+def _metrics(outputs: Mapping[str, jax.Array], batch: Batch, mask: jax.Array) -> dict[str, Pair]:
     """Returns metric sums over the examples where `mask` (rows,) is true."""
     # (rows, max_predictions): 0 for unused entries and in padded rows.
     weights = jnp.where(mask[:, None], batch["masked_weights"], 0.0)

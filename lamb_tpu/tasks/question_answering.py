@@ -18,6 +18,7 @@ from lamb_tpu.models import Model
 from lamb_tpu.tasks import squad_metric
 from lamb_tpu.tasks.squad_answers import best_answers, choose
 from lamb_tpu.tasks.text import check_fields, check_text, positions, text_ranges
+from lamb_tpu.types import Batch, Params, PyTree
 
 _FIELDS = ("input_ids", "token_type_ids", "attention_mask", "start_position", "end_position")
 
@@ -71,16 +72,16 @@ class QuestionAnswering:
             "end_position": positions(source),
         }
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         return self.model.init(key, batch)
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, np.float32]:
+    def weights(self, batch: Batch) -> dict[str, np.float32]:
         """Returns the number of features."""
         # Computed from a shape, so it needs no communication.
         return {"span": np.float32(len(batch["input_ids"]))}
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
@@ -98,13 +99,11 @@ class QuestionAnswering:
         accuracy = jnp.sum(right, dtype=jnp.float32), jnp.float32(len(batch["start_position"]))
         return {"span": jnp.sum(losses)}, (model_state, {"span_accuracy": accuracy})
 
-    def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
+    def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict:
         """Returns no metrics: evaluation features have no answer positions, see `score`."""
         return {}
 
-    def predict(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    def predict(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, jax.Array]:
         """Returns `start_logits` and `end_logits`, float32 (rows, length)."""
         outputs, _ = self.model.apply({"params": params, **model_state}, batch, train=False)
         return {name: outputs[name] for name in ("start_logits", "end_logits")}

@@ -17,6 +17,7 @@ from lamb_tpu.models import Model
 from lamb_tpu.models.beam_search import Search, best, search
 from lamb_tpu.tasks.smoothing import smoothed_cross_entropy
 from lamb_tpu.tasks.text import check_fields, lacks, other_size, words
+from lamb_tpu.types import Batch, Params, PyTree
 
 _FIELDS = ("source_ids", "source_length", "target_ids", "target_length")
 # Ids of [CLS] and [SEP] in every trained vocabulary, see `vocabulary.SPECIAL_TOKENS`.
@@ -82,15 +83,15 @@ class Translation:
             ranges[f"{side}_length"] = Range(1, width, "the tokens of the sentence")
         return ranges
 
-    def init(self, key: jax.Array, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def init(self, key: jax.Array, batch: Batch) -> Mapping[str, Any]:
         return self.model.init(key, batch)
 
-    def weights(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def weights(self, batch: Batch) -> dict[str, jax.Array]:
         """Returns the number of target tokens to predict, including the end tokens."""
         return {"cross_entropy": jnp.sum(batch["target_length"] - 1, dtype=jnp.float32)}
 
     def loss(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array], key: jax.Array
+        self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
@@ -104,13 +105,11 @@ class Translation:
         right = jnp.sum(counts * jnp.float32(jnp.argmax(logits, -1) == labels))
         return {"cross_entropy": total}, (model_state, {"accuracy": (right, weight)})
 
-    def evaluate(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> dict:
+    def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict:
         """Returns no metrics: BLEU and perplexity need the full set, see `score`."""
         return {}
 
-    def predict(
-        self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    def predict(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, jax.Array]:
         """Returns each row's sums `loss` (unsmoothed), `correct` and `tokens`, and its `translation`."""
         variables = {"params": params, **model_state}
         outputs, _ = self.model.apply(variables, batch, train=False)
@@ -182,7 +181,7 @@ class Translation:
         return metrics, files
 
 
-def _counts(batch: Mapping[str, jax.Array]) -> jax.Array:
+def _counts(batch: Batch) -> jax.Array:
     """Returns float32 (rows, target steps), 1 at the tokens to predict and 0 at padding."""
     positions = jnp.arange(batch["target_ids"].shape[1] - 1)
     return jnp.float32(positions < batch["target_length"][:, None] - 1)

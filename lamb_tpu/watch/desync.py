@@ -18,12 +18,13 @@ from lamb_tpu.optim.parameters import leaf_paths
 from lamb_tpu.parallel.state import TrainState
 from lamb_tpu.run.build import Run
 from lamb_tpu.run.recipe import CurrentRecipe
+from lamb_tpu.types import PyTree
 from lamb_tpu.watch.observer import Observer
 
 _MOST_DEVICES = 8  # most devices that a message names individually
 
 
-def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
+def make_desync_check(abstract: PyTree, mesh: Mesh) -> Callable[[Any, int], None]:
     """Returns a function `(tree, step)` that compares the copies of every array.
 
     Each device hashes its shard of each array to 32 bits, and only hashes are sent. All processes
@@ -61,7 +62,7 @@ def make_desync_check(abstract: Any, mesh: Mesh) -> Callable[[Any, int], None]:
         )
     )
 
-    def check(tree: Any, step: int) -> None:
+    def check(tree: PyTree, step: int) -> None:
         arrays = jax.tree.leaves(tree)
         table = np.asarray(gathered([arrays[number] for number in copied]))
         different = []

@@ -11,6 +11,7 @@ from jax import lax
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange import formats
 from lamb_tpu.parallel.exchange.base import Exchange, Residual, check_range
+from lamb_tpu.types import PyTree
 
 # Values that stand for the exponent of a layer: `_EMPTY` if all its values are zero, `_NOT_FINITE`
 # if one of its values is infinite or NaN.
@@ -71,7 +72,7 @@ class Aps(Exchange):
         """The format in which gradients are sent and added."""
         return formats.Format(self.exponent_bits, self.mantissa_bits)
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         if not jax.tree.leaves(grads) or (self.format.bits == 32 and not self.kahan):
             return collectives.all_reduce(grads, self.axes), residual
         leaves, treedef = jax.tree.flatten(grads)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lamb_tpu.errors import ArgumentError
+from lamb_tpu.types import Params, PyTree
 
 
 class Residual(NamedTuple):
@@ -49,7 +50,7 @@ class Exchange:
         """True if the sums contain a momentum; then the momentum of the optimizer must be 0."""
         return False
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         """Returns one device's residual before the first update; by default an empty one.
 
         Args:
@@ -57,7 +58,7 @@ class Exchange:
         """
         return Residual()
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         """Returns the replicated sums over devices, and the new residual.
 
         This method is called inside shard_map, or inside vmap with axis names.
@@ -102,7 +103,7 @@ class Exchange:
         """Returns whether `chosen` may return another exchange after `update` completed updates."""
         return False
 
-    def chosen(self, params: Any, whole: Any) -> "Exchange":
+    def chosen(self, params: Params, whole: Any) -> "Exchange":
         """Returns the exchange with values that depend on the residual, such as ranks.
 
         A program is compiled for each different result. This method is called when a run starts or
@@ -116,7 +117,7 @@ class Exchange:
         return self
 
 
-def zeros(tree: Any) -> Any:
+def zeros(tree: PyTree) -> Any:
     """Returns a tree of zeros with the shapes and dtypes of `tree`."""
     return jax.tree.map(jnp.zeros_like, tree)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Cast(Exchange):
     dtype: ClassVar[Any] = None  # None: the dtype of each leaf
     rounds_only: ClassVar[bool] = True
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         return collectives.all_reduce(grads, self.axes, self.dtype), residual
 
 

@@ -16,6 +16,7 @@ from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import selection, sparse
 from lamb_tpu.parallel.exchange.base import check_range, check_ratio
+from lamb_tpu.types import PyTree
 
 
 class Compressor(Protocol):
@@ -24,7 +25,7 @@ class Compressor(Protocol):
     def compress(self, x: jax.Array) -> Any:
         """Returns the message of a vector (n,)."""
 
-    def decompress(self, message: Any) -> jax.Array:
+    def decompress(self, message: PyTree) -> jax.Array:
         """Returns C(x), (n,)."""
 
     def total(self, messages: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:

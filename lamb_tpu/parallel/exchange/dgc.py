@@ -32,6 +32,7 @@ from lamb_tpu.parallel.exchange.base import (
     check_range,
     check_ratio,
 )
+from lamb_tpu.types import Params, PyTree
 
 
 class Sampling(NamedTuple):
@@ -113,7 +114,7 @@ class DGC(Exchange):
             ratio = coeff[stage] if isinstance(coeff, tuple) else max(coeff ** (stage + 1), ratio)
         return dataclasses.replace(self, ratio=ratio, warmup_steps=0)
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         matrices, vectors = _by_rank(jax.tree.leaves(params))
         sparse.check_length(sum(leaf.size for leaf in matrices))
         zeros = tuple(jnp.zeros(leaf.size, compute_dtype(leaf)) for leaf in matrices)
@@ -123,7 +124,7 @@ class DGC(Exchange):
             whole={"momentum": momentum, "count": jnp.zeros((), jnp.int32)},
         )
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
         matrices, vectors = _by_rank([leaf.astype(compute_dtype(leaf)) for leaf in leaves])
         # Sum all vectors in one operation.

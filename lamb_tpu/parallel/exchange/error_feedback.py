@@ -29,6 +29,7 @@ from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import norms, sparse
 from lamb_tpu.parallel.exchange.base import Exchange, Residual, check_momentum, check_range
 from lamb_tpu.parallel.exchange.compressors import Compressor, Identity, make_compressor
+from lamb_tpu.types import Params, PyTree
 
 Vectors = tuple[jax.Array, ...]
 
@@ -58,7 +59,7 @@ class Compressed(Exchange):
             return dataclasses.replace(self, compressor=Identity())
         return self
 
-    def _vectors(self, tree: Any) -> Vectors:
+    def _vectors(self, tree: PyTree) -> Vectors:
         """Returns the leaves as vectors of float32 or wider: one vector per leaf, or one in total."""
         leaves = jax.tree.leaves(tree)
         with jax.numpy_dtype_promotion("standard"):  # this promotion is intended
@@ -75,7 +76,7 @@ class Compressed(Exchange):
             _map(lambda x, leaf: x.reshape(leaf.shape).astype(leaf.dtype), vectors, leaves)
         )
 
-    def _zeros(self, params: Any) -> Vectors:
+    def _zeros(self, params: Params) -> Vectors:
         """Returns zeros in the shapes of `_vectors`."""
         leaves = jax.tree.leaves(params)
         sparse.check_length(sum(leaf.size for leaf in leaves))
@@ -105,10 +106,10 @@ class EF14(Compressed):
     arXiv:1809.07599.
     """
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         return Residual(device={"error": self._zeros(params)})
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         wanted = _map(jnp.add, residual.device["error"], self._vectors(grads))
         own, sums = self._sent(wanted)
         return self._tree(sums, grads), Residual(device={"error": _map(jnp.subtract, wanted, own)})
@@ -154,7 +155,7 @@ class EF21(Compressed):
         if self.plus and self.momentum:
             raise ArgumentError("momentum", self.momentum, "is invalid with plus=True", "use 0")
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         zeros = self._zeros(params)
         if self.plus:
             table = _map(lambda x: jnp.zeros((self.num_devices, *x.shape), x.dtype), zeros)
@@ -166,7 +167,7 @@ class EF21(Compressed):
             whole["count"] = jnp.zeros((), jnp.int32)
         return Residual(device=device, whole=whole)
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         vectors, device, whole = self._vectors(grads), {}, {}
         if self.plus:
             return self._nearer(grads, vectors, residual)
@@ -187,7 +188,7 @@ class EF21(Compressed):
         whole["estimate"] = _map(jnp.add, residual.whole["estimate"], sums)
         return self._tree(whole["estimate"], grads), Residual(device=device, whole=whole)
 
-    def _nearer(self, grads: Any, vectors: Vectors, residual: Residual) -> tuple[Any, Residual]:
+    def _nearer(self, grads: PyTree, vectors: Vectors, residual: Residual) -> tuple[Any, Residual]:
         """Applies EF21+, see `plus`; a device's new estimate is the candidate nearer to its gradient."""
         if not vectors:
             return grads, residual
@@ -228,11 +229,11 @@ class EControl(Compressed):
         super().__post_init__()
         check_range("eta", self.eta, not self.eta < 0, "at least 0")
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         zeros = self._zeros(params)
         return Residual(device={"error": zeros, "estimate": zeros}, whole={"estimate": zeros})
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         error, estimate = residual.device["error"], residual.device["estimate"]
         vectors = self._vectors(grads)
         own, sums = self._sent(_map(lambda e, g, h: self.eta * e + g - h, error, vectors, estimate))

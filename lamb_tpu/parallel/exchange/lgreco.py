@@ -17,6 +17,7 @@ from lamb_tpu.errors import ArgumentError
 from lamb_tpu.parallel.exchange import choosing, lowrank, powersgd
 from lamb_tpu.parallel.exchange.base import Residual, check_range
 from lamb_tpu.parallel.exchange.lowrank import Matrix
+from lamb_tpu.types import Params
 
 # As in the authors' code: number of updates over which gradients are averaged for a measurement, and
 # number of power iterations of a measurement.
@@ -147,7 +148,7 @@ class LGreCo(powersgd.LowRank):
         """Returns whether `chosen` may change the ranks after `update` completed updates."""
         return update > self.start and (update - self.start) % self.interval == 0
 
-    def chosen(self, params: Any, whole: Any) -> "LGreCo":
+    def chosen(self, params: Params, whole: Any) -> "LGreCo":
         """Returns the exchange with the ranks that the latest measurement gives.
 
         The ranks are a function of the state, so a run that resumes between two measurements gets

@@ -7,7 +7,7 @@ linear in M, so each device multiplies its matrix and only the factors are summe
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from lamb_tpu.optim import parameters
+from lamb_tpu.types import Params
 
 # If a column's distance from the span of earlier columns is below this fraction of the column's
 # norm, the distance is only rounding error.
@@ -32,7 +33,7 @@ class Matrix(NamedTuple):
     columns: int
 
 
-def find(params: Any, stacked: Sequence[str], worth: Callable[[int, int], bool]) -> list[Matrix]:
+def find(params: Params, stacked: Sequence[str], worth: Callable[[int, int], bool]) -> list[Matrix]:
     """Returns the leaves that are sent as factors.
 
     The leading axes of a leaf form the rows and the trailing axes the columns. The cut between them

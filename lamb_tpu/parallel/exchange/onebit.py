@@ -22,6 +22,7 @@ from lamb_tpu.parallel import collectives
 from lamb_tpu.parallel.collectives import split
 from lamb_tpu.parallel.exchange import norms
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +62,14 @@ class OneBit(Exchange):
         if self.multiple % 8:
             raise ArgumentError("multiple", self.multiple, "is not a multiple of 8", "use 8 or 16")
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         lengths = [self._padded(sum(sizes)) for sizes in self._buffers(params)]
         return Residual(
             device=tuple(jnp.zeros(length, jnp.float32) for length in lengths),
             split=tuple(jnp.zeros(length // self.num_devices, jnp.float32) for length in lengths),
         )
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
         buffers = self._buffers(grads)
         flat = [jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves]
@@ -98,7 +99,7 @@ class OneBit(Exchange):
         ]
         return treedef.unflatten(sums), Residual(errors, server_errors, residual.whole)
 
-    def _buffers(self, tree: Any) -> list[list[int]]:
+    def _buffers(self, tree: PyTree) -> list[list[int]]:
         """Returns a list for each buffer, with the sizes of its leaves."""
         leaves = jax.tree.leaves(tree)
         for leaf in leaves:

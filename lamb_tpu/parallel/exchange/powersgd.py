@@ -18,6 +18,7 @@ from lamb_tpu.optim import parameters
 from lamb_tpu.parallel.exchange import lowrank
 from lamb_tpu.parallel.exchange.base import Exchange, Residual, check_range, zeros
 from lamb_tpu.parallel.exchange.lowrank import Matrix
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LowRank(Exchange):
                 remedy = "use a tuple such as ('layers/',)"
                 raise ArgumentError("stacked", self.stacked, problem, remedy) from None
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         """Returns zero errors, and random factors.
 
         Raises ArgumentError if no leaf is sent as factors, or a regex of `stacked` matches no leaf.
@@ -75,7 +76,7 @@ class LowRank(Exchange):
         errors = [jnp.zeros(leaves[m.number].shape, jnp.float32) for m in matrices]
         return self._with_errors(self._begun(matrices), named(matrices, errors))
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         leaves, treedef = jax.tree.flatten(grads)
         if not self.compressing:
             return treedef.unflatten(lowrank.add_up(leaves, self.axes)), residual
@@ -105,7 +106,7 @@ class LowRank(Exchange):
         """Returns the exchange for an update: before `start` not compressing, then compressing."""
         return staged(self, compressing=update >= self.start)
 
-    def matrices(self, params: Any) -> list[Matrix]:
+    def matrices(self, params: Params) -> list[Matrix]:
         """Returns the leaves that are sent as factors, see `min_saving`."""
 
         def saves(rows: int, columns: int) -> bool:
@@ -156,7 +157,7 @@ class LowRank(Exchange):
         side, seed = ("rows", self.seed + 1) if rows else ("columns", self.seed)
         return lowrank.random_factors(matrices, self._largest_rank, seed, count, side)
 
-    def _no_matrix(self, params: Any) -> ArgumentError:
+    def _no_matrix(self, params: Params) -> ArgumentError:
         """Returns the error for parameters of which none is sent as factors."""
         every = lowrank.find(params, self.stacked, lambda rows, columns: True)
         if not every:

@@ -14,6 +14,7 @@ from lamb_tpu.parallel.components import RESIDUAL, StateComponent, Update
 from lamb_tpu.parallel.exchange.base import Residual
 from lamb_tpu.parallel.exchange.sharded import ShardedExchange
 from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,10 @@ class ResidualComponent(StateComponent):
     """
 
     exchange: ShardedExchange
-    params: Any  # shapes and dtypes of the parameters
+    params: Params  # shapes and dtypes of the parameters
     name: str = RESIDUAL
 
-    def init(self, params: Any, model_state: Any) -> dict[str, Any]:
+    def init(self, params: Params, model_state: PyTree) -> dict[str, Any]:
         devices = jnp.asarray(self.exchange.sizes, jnp.int32)
         return {"devices": devices, "kept": self.exchange.init(params)}
 

@@ -23,6 +23,7 @@ from lamb_tpu.parallel.collectives import replaced
 from lamb_tpu.parallel.exchange.base import Exchange, Residual
 from lamb_tpu.parallel.exchange.cast import Cast
 from lamb_tpu.parallel.layout import Layout
+from lamb_tpu.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ShardedExchange:
         axes = mesh_lib.batch_axes(self.layout.mesh)
         return ShardedExchange(self.layout, Cast(axes, mesh_lib.num_batch_shards(self.layout.mesh)))
 
-    def init(self, params: Any) -> Residual:
+    def init(self, params: Params) -> Residual:
         """Returns the residuals of all devices before the first update, as the state stores them.
 
         Leaves of `device` and `split` are concatenated along their first axis over all devices. With
@@ -72,10 +73,10 @@ class ShardedExchange:
         one = self.exchange.init(self._seen(params))
         outer, inner = self.sizes
 
-        def copies(tree: Any, count: int) -> Any:
+        def copies(tree: PyTree, count: int) -> Any:
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
-        def joined(tree: Any) -> Any:
+        def joined(tree: PyTree) -> Any:
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), copies(tree, outer * inner))
 
         return Residual(
@@ -84,7 +85,7 @@ class ShardedExchange:
             copies(one.whole, inner) if self.inner else jax.tree.map(jnp.asarray, one.whole),
         )
 
-    def chosen(self, params: Any, residual: Residual) -> "ShardedExchange":
+    def chosen(self, params: Params, residual: Residual) -> "ShardedExchange":
         """Returns this object with the exchange that `Exchange.chosen` returns.
 
         `residual` has the residuals of all devices, as `init` returns them.
@@ -99,7 +100,7 @@ class ShardedExchange:
         specs = zip((every, every, within), residual, strict=True)
         return Residual(*(jax.tree.map(lambda _, spec=spec: spec, tree) for spec, tree in specs))
 
-    def reduce(self, grads: Any, residual: Residual) -> tuple[Any, Residual]:
+    def reduce(self, grads: PyTree, residual: Residual) -> tuple[Any, Residual]:
         """Returns the sums over devices, sharded like the optimizer's state, and the new residual.
 
         This method is called inside shard_map.
@@ -125,7 +126,7 @@ class ShardedExchange:
             found = replaced(found, narrow, sums)
         return treedef.unflatten(found), residual
 
-    def _seen(self, params: Any) -> Any:
+    def _seen(self, params: Params) -> Any:
         """Returns the shapes of the arrays that the exchange sums; None for leaves in full precision."""
         leaves, treedef = jax.tree.flatten(params)
         narrow, axes = self._narrow(params), self._cuts(leaves)
@@ -135,7 +136,7 @@ class ShardedExchange:
         ]
         return treedef.unflatten(replaced([None] * len(leaves), narrow, seen))
 
-    def _narrow(self, tree: Any) -> list[int]:
+    def _narrow(self, tree: PyTree) -> list[int]:
         """Returns the indices of the leaves that the exchange sums, not those in full precision."""
         return [
             number
@@ -244,7 +245,7 @@ class ShardedExchange:
         return replaced(sums, missing, full)
 
 
-def any_not_finite(grads: Any, axes: tuple[str, ...]) -> jax.Array:
+def any_not_finite(grads: PyTree, axes: tuple[str, ...]) -> jax.Array:
     """Returns whether an element of any device's gradient is NaN or infinite, inside shard_map.
 
     An exchange that sends few bits may turn such an element into a finite number.
