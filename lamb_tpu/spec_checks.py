@@ -191,4 +191,5 @@ def _check_size(key: str, value: Any) -> None:
         if isinstance(each, float) and each > seconds:
             raise out_of_range(f"config.{key}", value, f"at most {seconds:,}")
         if isinstance(each, int) and abs(each) > most:
-            raise out_of_range(f"config.{key}", value, f"at most {most:,}")
+            valid = f"at most {most:,}" if each > 0 else f"at least -{most:,}"
+            raise out_of_range(f"config.{key}", value, valid)

@@ -209,7 +209,7 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     metrics = json.loads(done.stdout)
     assert metrics["step"] == 8 and 0 < metrics["accuracy"] < 1
     line = rejected("lamb_tpu.evaluate", *arguments, "--step=9")
-    assert "has no checkpoint of update 9; use one of: 4, 8, 12" in line
+    assert "has no checkpoint of update 9; use one of 4, 8, 12" in line
     line = rejected("lamb_tpu.evaluate", *arguments, "--step=last")
     assert "--step='last' is not a checkpoint; use a number of updates or 'best'" in line
     empty = rejected("lamb_tpu.evaluate", RECIPE, f"--workdir={tmp_path / 'none'}")

@@ -67,7 +67,7 @@ def test_read_only_folder(
 
 
 def test_missing_run_and_checkpoint(trained: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with rejected("*", problem="has no checkpoint of update 9", remedy="use one of: 4, 8, 12"):
+    with rejected("*", problem="has no checkpoint of update 9", remedy="use one of 4, 8, 12"):
         evaluate_checkpoint(tiny.digits(), trained, step=9)
     with rejected("*none", problem="holds no run: config.json is missing"):
         evaluate_checkpoint(tiny.digits(), tmp_path / "none")

@@ -197,7 +197,7 @@ def test_errors(pretrained: pathlib.Path, trained: pathlib.Path, tmp_path: pathl
         (pretrained, pretrained, None, f"--output {pretrained} is not empty; give a new or emp"),
         (pretrained, tmp_path / "full", None, "--output .*/full is not empty"),
         (pretrained, tmp_path / "full" / "config.json", None, "config.json is a file; give a fold"),
-        (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; use one of: 1, 2"),
+        (pretrained, tmp_path / "out", 7, "has no checkpoint of update 7; use one of 1, 2"),
         (tmp_path, tmp_path / "out", None, f"--workdir {tmp_path} holds no run"),
         (pretrained, pathlib.Path("/proc/out"), None, r"/proc/out cannot be written \(.*No such"),
     ]:

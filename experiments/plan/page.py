@@ -12,6 +12,7 @@ from experiments.plan.rows import FOLDER, LOGGED, Phase, Run, Source
 from lamb_tpu import style
 from lamb_tpu.cost.network import Bounds, Calibrations
 from lamb_tpu.cost.topology import topology
+from lamb_tpu.errors import listed
 
 SavedRows = Mapping[str, Mapping[str, Any]]
 GOAL = 0.15  # largest error of a left-out run
@@ -140,6 +141,7 @@ def text(sources: Sequence[Source], saved: SavedRows) -> str:
     return environment.get_template("calibration.md.j2").render(
         sources=sources,
         fitted=fitted,
+        listed=listed,
         lines=lines,
         goal=GOAL,
         time=_time,

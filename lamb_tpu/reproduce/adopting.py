@@ -14,6 +14,8 @@ from lamb_tpu.reproduce.tables import Table
 from lamb_tpu.store import runs
 from lamb_tpu.store.workdir import Workdir
 
+_LONGEST = 9  # runs in a chain of initial weights; a chain that returns to a run would never end
+
 
 def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
     """Adds a finished run, or records from another machine, to the records beside the tables.
@@ -99,7 +101,10 @@ def _chain(workdir: pathlib.Path) -> list[dict[str, Any]]:
         sibling = workdir.parent / folder.name
         candidates = (each for each in (folder, sibling) if (each / "config.json").exists())
         previous = next(candidates, None)
-        if previous is None or len(chain) > 8:
+        if len(chain) > _LONGEST:
+            problem = f"continues more than {_LONGEST} runs by config.init_from"
+            raise UserError(workdir, problem=problem, remedy="adopt a run with fewer earlier runs")
+        if previous is None:
             raise UserError(
                 workdir,
                 problem=f"began with the weights of {start}, which does not exist",

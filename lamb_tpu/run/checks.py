@@ -50,7 +50,7 @@ def check_batch(spec: Spec, mesh: Mesh | AbstractMesh) -> tuple[int, str]:
     line for the terminal about the groups.
     """
     shards, steps = mesh_lib.num_batch_shards(mesh), spec.accumulation_steps
-    over = f"the {shards} devices of config.mesh"
+    over = f"the {shards} device{'s' if shards > 1 else ''} of config.mesh"
     # These axes do not split the batch, so there are more devices than shards of the batch.
     if "model" in mesh.shape or "sequence" in mesh.shape:
         over = f"the {shards} batch shards of config.mesh"

@@ -136,7 +136,8 @@ def open_weights(
             f"give the workdir of a run, or a folder with Hugging Face's or timm's {CONFIG} and "
             f"{WEIGHTS}"
         )
-        raise UserError(key, folder, "is not a folder", remedy)
+        problem = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(key, folder, problem, remedy)
     file = path if path.is_file() else tensors.find(path)
     if file is not None:
         if step is not None:
@@ -193,7 +194,8 @@ def _of_published(path: pathlib.Path, file: pathlib.Path, key: str, network: str
     if name:
         return _of_timm(path, file, str(name), settings, key, taken)
     if path.is_file():
-        problem = f"is a file without a {CONFIG}, which config.model.name={network!r} needs"
+        needs = f", which config.model.name={network!r} needs" if network else ""
+        problem = f"is a file without a {CONFIG}{needs}"
         remedy = f"give a folder with both files, or use the model {listed(_OF_NETWORK)}"
         raise UserError(f"{key} {path}", ABSENT, problem, remedy)
     return _of_huggingface(path)

@@ -319,9 +319,10 @@ class Checkpoints:
     def _read(self, step: int, load: Callable[[], T]) -> T:
         """Calls `load` after checking that the checkpoint of update `step` exists and is not damaged."""
         if step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            problem = f"has no checkpoint of update {step}"
-            raise UserError(self.directory, ABSENT, problem, f"use one of: {there}")
+            there = self.steps()
+            problem = f"has no checkpoint{f' of update {step}' if there else ''}"
+            remedy = f"use one of {', '.join(map(str, there))}" if there else "use another run"
+            raise UserError(self.directory, ABSENT, problem, remedy)
         return self._attempt(step, load)
 
     def _attempt(self, step: int, load: Callable[[], T]) -> T:

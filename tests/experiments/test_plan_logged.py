@@ -204,7 +204,7 @@ def test_a_run_joins_the_fit(
     assert "which excludes the measured time" in printed  # these rates are far from those of a TPU
     assert "fitted again to 32 runs" in printed and "unchanged" not in printed
     text = (files / "calibration.md").read_text()
-    assert "32 runs of 9 programs on TPU v3 and v4 and v5e" in text
+    assert "32 runs of 9 programs on TPU v3, v4 and v5e" in text
     assert "| lamb_tpu, mlp of 17,226 parameters | v5e-4 | 64 |" in text
     assert row.phase.key("v5e-4") in json.loads((files / "rows.json").read_text())
     made: dict[str, Calibrations] = {}

@@ -6,12 +6,14 @@ import shutil
 
 import pytest
 
+from lamb_tpu.config import flatten
 from lamb_tpu.errors import UserError
 from lamb_tpu.reproduce import adopting, engine
 from lamb_tpu.reproduce.engine import Finished
 from lamb_tpu.reproduce.jobs import Job
 from lamb_tpu.reproduce.results import Results
 from lamb_tpu.reproduce.tables import Table
+from tests import tiny
 from tests.raising import rejected
 from tests.reproduce.papers import TABLE, setup, write
 from tests.store.test_runs import fake
@@ -122,3 +124,10 @@ def test_every_value_of_a_stored_config_is_checked(
     named = f"{config}: {key}" + "[1]" * (key == "made")
     with rejected(named, ..., "is not valid", remedy):
         adopting.take({table.key: table}, tmp_path / "run")
+
+
+def test_a_chain_that_returns_to_a_run_is_rejected(tmp_path: pathlib.Path) -> None:
+    config = tiny.digits(init_from=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(flatten(config)))
+    with rejected("*", problem="continues more than 9 runs by config.init_from"):
+        adopting._chain(tmp_path)

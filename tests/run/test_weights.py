@@ -133,7 +133,7 @@ def test_folders_without_weights(trained: pathlib.Path, tmp_path: pathlib.Path) 
         assert "config.init_from" in str(error.value)
         assert tiny.fingerprint(folder) == before
 
-    check(tmp_path / "none", "='.*none' is not a folder; give .* model.safetensors")
+    check(tmp_path / "none", "='.*none' does not exist; give .* model.safetensors")
     check(tmp_path, f"config.init_from {tmp_path} holds no run: config.json is missing")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     check(tmp_path, "holds neither a run nor model.safetensors: its config.json is not that of")
@@ -142,7 +142,7 @@ def test_folders_without_weights(trained: pathlib.Path, tmp_path: pathlib.Path) 
     assert not (tmp_path / "checkpoints").exists()
     (tmp_path / "config.json").write_text("{")
     check(tmp_path, "config.json is damaged .* give another config.init_from")
-    with rejected("*", problem="has no checkpoint of update 5", remedy="use one of: 4, 8, 12"):
+    with rejected("*", problem="has no checkpoint of update 5", remedy="use one of 4, 8, 12"):
         open_weights(str(trained), "config.init_from", step=5)
 
 

@@ -120,7 +120,7 @@ def test_no_checkpoint_and_an_unknown_one(tmp_path: pathlib.Path, saved: pathlib
     with Checkpoints(tmp_path / "new", keep=1) as checkpoints:
         assert checkpoints.restore_latest(ABSTRACT) is None and checkpoints.steps() == []
     with Checkpoints(saved, 10, writes=False) as checkpoints:
-        problem, remedy = "has no checkpoint of update 4", "use one of: 2, 3, 5"
+        problem, remedy = "has no checkpoint of update 4", "use one of 2, 3, 5"
         with rejected(saved, problem=problem, remedy=remedy):
             checkpoints.restore(4, ABSTRACT)
 

@@ -147,8 +147,11 @@ class FolderRecords:
             greatest = max(greatest, label)
             rows.append((row["file"], label))
         classes = num_classes or greatest + 1
+        valid = (
+            f"in the range 0 to {num_classes - 1}" if num_classes else "whole numbers of at least 0"
+        )
         for bad, problem in (
-            (wrong, f"has {len(wrong):,} label(s) out of the range 0 to {classes - 1}"),
+            (wrong, f"has {len(wrong):,} label(s) that are not {valid}"),
             (outside, f"names {len(outside):,} file(s) that are not in {self._root}"),
         ):
             self._object(bad, f"{path} {problem}", "these examples are left out")

@@ -79,9 +79,11 @@ def test_list_with_splits_and_labels_out_of_range(tmp_path: pathlib.Path) -> Non
     write_list(tmp_path, "\n".join([*lines, "e\ttrain\tcat", "f\ttrain\t1"]))
     records = FolderRecords(tmp_path, "train", num_classes=3, skip=True)
     assert [records.name(index) for index in range(2)] == [str(tmp_path / name) for name in "af"]
-    output = "3 label(s) out of the range 0 to 2: c has '3', d has '-1', e has 'cat'"
+    output = "3 label(s) that are not in the range 0 to 2: c has '3', d has '-1', e has 'cat'"
     assert output in records.notes[0] and "these examples are left out" in records.notes[0]
-    with rejected("*has 3 label(s) out of the range 0 to 2", ..., ": c has '3', d has '-1', e"):
+    with rejected(
+        "*has 3 label(s) that are not in the range 0 to 2", ..., ": c has '3', d has '-1', e"
+    ):
         FolderRecords(tmp_path, "train", num_classes=3)
 
 
