@@ -347,7 +347,7 @@ def _cell(
 def _space(path: pathlib.Path, space: Space) -> Space:
     if not space.range[0] < space.range[1]:
         remedy = "use two numbers above 0, the smaller first"
-        raise UserError(f"{path}: tune.range", [*space.range], "is empty", remedy)
+        raise UserError(f"{path}: tune.range", [*space.range], "does not ascend", remedy)
     return replace(space, overrides={**_HELD_OUT, **_dotted(space.overrides)})
 
 

@@ -102,7 +102,7 @@ def test_slurm(joined: list, monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.initialize()
     (call,) = joined
     assert address_and_ranks(call) == (f"localhost:{65535 - 4095 + 7}", 4, 0)
-    assert call["cluster_detection_method"] is None  # JAX also chooses this task's devices
+    assert call["cluster_detection_method"] is None  # JAX detects Slurm to choose the devices
 
 
 def test_open_mpi(joined: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ _HUGE = "9" * 4_000
             "is not valid",
             "above 0",
         ),
-        (_SCALE, f"[tune]\nrange = [8, 1]\n{_SCALE}", "tune.range", "is empty", ""),
+        (_SCALE, f"[tune]\nrange = [8, 1]\n{_SCALE}", "tune.range", "does not ascend", ""),
         ("factor = 100.0", "factor = 100.0, chance = 10", "metric.chance", "is not below 1", "0.1"),
         ("seeds = 2", "minutes.cuda = 3", "scales.small.minutes.cuda", "is unknown", "cpu, gpu"),
         ('title = "Digits', "title = Digits", "", "is not TOML", ""),

@@ -107,10 +107,9 @@ def load_squad(
         raise UserError("config.data.options.vocab", ..., "is missing", remedy)
     path = pathlib.Path(source_dir, split)
     if not path.is_file():
-        present = ", ".join(sorted(file.name for file in path.parent.glob("*.json")))
-        remedy = (
-            f"use a file of config.data.dir as split; the folder has {present or 'no JSON file'}"
-        )
+        present = sorted(file.name for file in path.parent.glob("*.json"))
+        there = f"which has {', '.join(present)}" if present else "which has no JSON file yet"
+        remedy = f"set the split to the name of a file in config.data.dir, {there}"
         raise UserError(path, ..., "is not a file", remedy)
     vocabulary, cased = saved.read(options.vocab)
     if cased is not None and cased != options.cased:

@@ -96,7 +96,7 @@ def count_examples(name: str, total: int, streams: int, options: StreamOptions) 
     windows = num_windows(total // streams, options)
     if not windows:
         problem = f"leaves only {total // streams} of the {total:,} words of {name} for each row"
-        remedy = f"use a smaller batch size, or reduce config.data.options.steps={options.steps}"
+        remedy = f"use a smaller batch size, or config.data.options.steps below {options.steps}"
         raise UserError("config.batch_size", streams, problem, remedy)
     return streams * windows
 

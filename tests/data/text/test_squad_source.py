@@ -122,7 +122,7 @@ def test_options(folder: pathlib.Path, options: dict, message: tuple[Any, ...]) 
 
 
 def test_files(folder: pathlib.Path) -> None:
-    with rejected("*/dev.json", ..., "is not a file", "use a file of config.data.dir as split; "):
+    with rejected("*/dev.json", ..., "is not a file", "set the split to the name of a file"):
         load(folder, "dev.json")
     with rejected("every question (1 in all)", ..., "has no answer at the"):
         load(folder, "bad.json")
