@@ -43,7 +43,7 @@ def script(
       cpus_per_task: CPU cores of a process; None: the cluster's default.
       time: time limit of one start, in sbatch's format; None: the cluster's default.
       partition: SLURM's partition; None: the cluster's default.
-      signal_seconds: the run is asked to save this many seconds before the time limit.
+      signal_seconds: SLURM asks the run to save this many seconds before the time limit.
       python: path of Python on the cluster, relative to the folder in which sbatch is called.
       array: number of jobs; None: one run on all nodes.
       module: module that the processes run.
