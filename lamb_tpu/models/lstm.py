@@ -92,7 +92,7 @@ def uniform_within(scale: float) -> nn.initializers.Initializer:
 def uniform_dense(
     features: int, scale: float, dtype: str, name: str, use_bias: bool = True
 ) -> nn.Dense:
-    """Returns a dense layer with initial values from `uniform_within` and float32 or wider outputs."""
+    """Returns a dense layer with initial values from `uniform_within`; its outputs are at least float32."""
     # By default, products of bfloat16 are rounded to bfloat16.
     wide = np.promote_types(jnp.dtype(dtype), jnp.float32)
     return Dense(

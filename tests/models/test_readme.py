@@ -46,7 +46,7 @@ def exported(folder: pathlib.Path, lines: list[list[str]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def learned(folder: pathlib.Path, lines: list[list[str]], exported: dict[str, Any]) -> None:
-    """Runs the README's other commands."""
+    """Runs the README's commands for Linen and NNX."""
     package_pages.succeed(lines[:2], folder)
 
 
