@@ -23,7 +23,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
 class Cost(NamedTuple):
-    """The compiler's estimate for one run of a program."""
+    """The estimated cycles, and the number of fused kernels, of one run of a program."""
 
     cycles: int  # cycles of one core
     fusions: int  # number of fused kernels that run

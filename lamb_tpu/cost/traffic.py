@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of devices that exchange data with each other."""
+        """Number of devices in the largest group."""
         return max(map(len, self.groups))
 
     @property

@@ -12,7 +12,7 @@ FOLDERS = {TRAIN: "workdir", "lamb_tpu.reproduce": "records", "lamb_tpu.sweep": 
 
 
 def workdir(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --workdir, of the last one if it is repeated; None if the flag is missing.
+    """Returns the value of --workdir (the last value if the flag is repeated); None if it is missing.
 
     >>> workdir(["--config=digits", "--workdir", "runs/a"])
     'runs/a'
@@ -45,7 +45,7 @@ def needed_folder(arguments: Sequence[str], module: str = TRAIN) -> str:
 
 
 def check_array(arguments: Sequence[str], module: str, array: int | None) -> None:
-    """Checks that a module and its arguments can run as `array` jobs or, if it is None, as one job."""
+    """Checks that a module and its arguments can run as `array` jobs, or as one job if `array` is None."""
     if module == TRAIN:
         if array is not None:
             raise UserError(

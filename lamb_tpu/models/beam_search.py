@@ -18,9 +18,9 @@ class Search(NamedTuple):
       begin, end: ids of the start and end tokens; the id 0 is padding.
       beam: number of hypotheses per sentence; 1 is greedy search.
       length_penalty, length_constant, coverage_penalty: alpha, c and beta in the score, see `search`.
-      published: whether to repeat two deviations of MLPerf's published code. When a hypothesis moves
-        to another position in the beam, its coverage stays at the old position. In a row that
-        reaches `max_length`, the scores are log P, without normalisation and penalty.
+      published: whether to repeat two deviations of MLPerf's code from the formula: if a hypothesis
+        moves to another position in the beam, its coverage stays at the old position; and in a row
+        that reaches `max_length`, the scores are log P, without normalisation and penalty.
     """
 
     max_length: int

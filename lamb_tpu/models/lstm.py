@@ -20,7 +20,7 @@ class LSTM(nn.Module):
     Parameters are `input_kernel` (inputs, 4 features), `hidden_kernel` (features, 4 features) and
     `bias` (4 features), each with the gates in the order input, forget, cell, output.
 
-    PyTorch's nn.LSTM has two biases; their sum corresponds to this bias. Each of the two gets the
+    PyTorch's nn.LSTM has two biases; their sum corresponds to `bias`. Each of the two gets the
     full gradient, so their sum moves twice as far in an update. TensorFlow's BasicLSTMCell has one
     kernel, with the rows of the inputs above those of the hidden state and the gates in the order
     input, cell, forget, output. It adds `forget_bias` in every step, whereas here `forget_bias` is

@@ -144,7 +144,7 @@ class ResNet(nn.Module):
 
 
 def _sized(layers: int, blocks: tuple[int, ...], parameters: str) -> type[ResNet]:
-    """Returns the network with a published number of layers; it has bottlenecks if these are 50 or more."""
+    """Returns the network of a published depth; networks with 50 or more layers have bottlenecks."""
     fields = {
         "__doc__": f"ResNet-{layers}, with {parameters} parameters for 1,000 classes.",
         "__module__": __name__,

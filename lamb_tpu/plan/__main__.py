@@ -37,7 +37,7 @@ so an interrupted command continues when you run it again.
 - --topologies=v3-512,v3-1024 prints the time of the run on each slice. --measured adds measured
   times, and --html plots the times.
 
-If config.batch_rule changes the batch during the run, the plan adds up the updates of all batch
+If config.batch_rule changes the batch during the run, the plan adds up the times at all batch
 sizes. Only steps of at most eight microbatches are compiled; longer steps are extrapolated. If
 the rule chooses the batches during the run, give --batches-of=RUN: the plan uses those of RUN.
 

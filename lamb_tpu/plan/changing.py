@@ -137,7 +137,7 @@ def _path(recipe: Recipe, rule_name: str, batches_of: str | None) -> list[Stretc
 
 
 def recorded(workdir: str | os.PathLike[str], total: int) -> list[Stretch]:
-    """Returns the updates between consecutive records of a run, scaled so that they have `total` examples.
+    """Returns the updates between consecutive records of a run, scaled to `total` examples altogether.
 
     Raises:
       UserError: the folder has no records of a run in which the batch size changed.
@@ -177,7 +177,7 @@ def _counts(path: Sequence[Stretch], size: int) -> set[int]:
 
 
 def _ends(count: float) -> tuple[int, int]:
-    """Returns the numbers of microbatches of two steps; the time at `count` is interpolated from theirs."""
+    """Returns the numbers of microbatches of the two compiled steps that determine the time at `count`."""
     return _LINE if count > _LINE[0] else (max(1, math.floor(count)), math.ceil(count))
 
 

@@ -222,7 +222,7 @@ def _compile(lowered: jax.stages.Lowered, name: str) -> Compiled:
 
 
 def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
-    """Returns the traffic of a schedule by type of collective, the most sent bytes first."""
+    """Returns the traffic of a schedule by type of collective; the type that sends most comes first."""
     rows = traffic.table(event.collective for event in schedule.events)
     sums = []
     for row in rows:

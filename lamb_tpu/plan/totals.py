@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Numbers of consecutive updates and of their examples; a plan uses their average batch size."""
+    """A number of consecutive updates and of their examples; a plan uses their average batch size."""
 
     updates: float
     examples: float
