@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def training_flops(loss: Callable[..., Any], *args: Any) -> int:
-    """Returns the FLOPs of the value and the gradient of `loss`, which is traced but not run.
+    """Returns the FLOPs of computing `loss` and its gradient; `loss` is traced but not run.
 
     >>> import jax.numpy as jnp
     >>> x, w = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)
@@ -42,9 +42,9 @@ def training_flops(loss: Callable[..., Any], *args: Any) -> int:
 def matrix_flops(jaxpr: Jaxpr) -> int:
     """Returns the FLOPs of the matrix products and convolutions of a traced function.
 
-    The body of a scan counts once per iteration. A conditional counts its largest branch, and
-    `lax.platform_dependent` its default. A convolution's multiplications by padding and
-    dilation zeros count; operations inside hand-written kernels do not.
+    The body of a scan counts once per iteration. Of a conditional, the branch with the most FLOPs
+    counts; of `lax.platform_dependent`, the default branch. Multiplications by the padding and dilation
+    zeros of a convolution count; operations inside hand-written kernels do not.
 
     Raises:
       ValueError: a matrix product is in a while loop, whose number of iterations is unknown.

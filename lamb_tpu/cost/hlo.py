@@ -1,4 +1,4 @@
-"""Parser of optimized HLO, the compiler's final text, and the cycles and FLOPs of a program.
+"""Parser of optimized HLO (a compiled program as text); counts the cycles and FLOPs of a program.
 
 The TPU compiler annotates instructions with the estimated cycles of a TPU core. The estimates
 exclude the network.
@@ -23,7 +23,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 
 
 class Cost(NamedTuple):
-    """The compiler's estimate for one run of a program."""
+    """The estimated cycles, and the number of fused kernels, of one run of a program."""
 
     cycles: int  # cycles of one core
     fusions: int  # number of fused kernels that run
@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
         return re.findall(r"[^\s,%{}]+", found[1]) if found else []
 
     def cycles(self) -> int:
-        """Returns the compiler's estimate; 0 if there is none."""
+        """Returns the cycles that the compiler estimates; 0 if there is no estimate."""
         estimate = _CYCLES.search(self.rest)
         return int(estimate[1]) if estimate else 0
 
@@ -101,7 +101,7 @@ class Program:
       hlo: `as_text()` of a compiled program.
 
     Attributes:
-      text: the text.
+      text: the argument `hlo`.
       computations: the program's functions, by name.
       entry: name of the computation where the program starts.
       num_devices: number of devices that run the program together.
@@ -138,8 +138,8 @@ class Program:
     def executions(self, size: Callable[[Instruction, Computation], int]) -> list[Execution]:
         """Returns the instructions that one run of the program executes, with their counts.
 
-        A fusion is one instruction. Counts in a loop are multiplied by its iterations. A
-        conditional executes its branch with the largest size. Instructions of size 0 are omitted.
+        A fusion is one instruction. Counts in a loop are multiplied by the loop's iterations. Of a
+        conditional, the branch with the largest total `size` runs. Instructions of `size` 0 are omitted.
 
         Raises:
           ValueError: a loop with counted instructions has an unknown number of iterations.
@@ -165,9 +165,9 @@ class Program:
     def called(
         self, instruction: Instruction, computation: Computation, size: Callable[[str], float]
     ) -> tuple[int, list[str]]:
-        """Returns how many times an instruction calls other computations, and their names.
+        """Returns how many times an instruction calls other computations, and these computations' names.
 
-        A conditional calls its branch with the largest size. Fusions and reductions call no
+        A conditional calls its branch with the largest `size`. Fusions and reductions call no
         computations: what they compute counts as the instruction itself.
         """
         if instruction.opcode == "while":
@@ -244,7 +244,7 @@ def _iterations(
 
 @functools.lru_cache(maxsize=1)
 def parse(hlo: str) -> Program:
-    """Parses the text of a program, and caches the last result; see `Program`."""
+    """Parses the text of a program, and caches only the most recent result; see `Program`."""
     return Program(hlo)
 
 
@@ -262,8 +262,8 @@ def _value(name: str, computation: Computation) -> int:
 def program_cost(hlo: str) -> Cost:
     """Returns the cost of one run of a program that is compiled for a TPU.
 
-    A fusion's estimate covers everything in it. The body and condition of a loop count once per
-    iteration. A conditional counts its most expensive branch.
+    A fusion's estimate covers all its operations. The body and condition of a loop count once per
+    iteration. Of a conditional, the most expensive branch counts.
 
     >>> program_cost('''
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -289,7 +289,7 @@ def program_flops(hlo: str) -> int:
 
     A multiplication and its addition are two operations. Unlike JAX's `cost_analysis`, this counts
     all iterations of a loop, and omits all other arithmetic, which is small in comparison. The
-    program may be for any platform, if the compiler does not call a library for matrix products.
+    program may be for any platform whose compiler does not call a library for matrix products.
 
     >>> program_flops('''
     ... ENTRY %main (x: f32[8,3], y: f32[3,5]) -> f32[8,5] {

@@ -3,10 +3,10 @@
 The chips of a slice form a grid with a link in each direction between neighbours; along some axes,
 the links form rings. If the chips of a group differ along several axes, a collective uses these axes
 simultaneously. If links carry B bytes per second in each direction, an all-gather of V bytes along a
-ring of n chips takes (n - 1) / n V / 2B seconds. Along a line it takes twice as long, because it can
+ring of n chips takes (n - 1) V / (2 n B) seconds. Along a line it takes twice as long, because it can
 use only one direction. A reduce-scatter takes as long as an all-gather, and an all-reduce is a
 reduce-scatter followed by an all-gather. Groups that use the same links share their bandwidth. Slices
-are connected by the data-centre network of the hosts. calibrated.py has the constants of plans.
+are connected by the data-centre network of the hosts. calibrated.py has the constants that plans use.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Constants:
 
 
 class Validation(NamedTuple):
-    """Accuracy of plans for runs that are excluded from the fit and from the interval's parameters."""
+    """Accuracy of plans for runs that were excluded when the constants and intervals were fitted."""
 
     # (number of runs inside the interval, number of runs), with each program excluded in turn.
     programs: tuple[int, int]
@@ -76,7 +76,7 @@ class Validation(NamedTuple):
     known_program: tuple[float, float]  # the same errors if other runs of it are in the fit
 
     def describe(self) -> str:
-        """Returns a sentence with the numbers."""
+        """Returns the accuracy as text."""
         generations = ", ".join(
             f"{covered:,} of {number:,}{' runs' * (place == 0)} on {version}"
             for place, (version, (covered, number)) in enumerate(self.generations.items())

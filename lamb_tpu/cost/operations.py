@@ -63,7 +63,7 @@ def operations(program: Program) -> list[Operation]:
 
 
 def by_kind(found: list[Operation]) -> dict[str, int]:
-    """Returns the cycles of each type that occurs, the largest first."""
+    """Returns the cycles of each type of kernel that occurs, the most expensive type first."""
     cycles: dict[str, int] = {}
     for each in found:
         cycles[each.kind] = cycles.get(each.kind, 0) + each.cycles
@@ -89,7 +89,7 @@ def _opcodes(instruction: Instruction, program: Program) -> Iterator[str]:
 
 
 def _shortened(path: str) -> str:
-    """Returns the path of an operation without JAX's functions around the model.
+    """Returns the path of an operation without the JAX functions that enclose the model.
 
     >>> _shortened("jit(train_step)/shard_map/transpose(jvp(Bert))/encoder/dot_general")
     'transpose(jvp(Bert))/encoder/dot_general'
@@ -134,7 +134,7 @@ def _number(text: str, key: str) -> int:
 
 
 def _relative(path: str) -> str:
-    """Returns a path relative to the package, the library or the current folder."""
+    """Returns a path relative to site-packages, the checkout or the current folder, if inside one of them."""
     if library := _LIBRARIES.search(path):
         return library[1]
     for folder in (pathlib.Path(__file__).parents[2], pathlib.Path.cwd()):

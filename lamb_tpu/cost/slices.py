@@ -69,7 +69,7 @@ MAX_SLICES = 511
 
 
 def shapes(version: str) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes of a version's slices by the number in their names."""
+    """Returns the number in a slice's name -> the slice's shape, for all slices of a version."""
     generation = GENERATIONS[version]
     cubes = [_cuboid(number) for number in range(1, generation.max_cubes + 1)]
     found = [*generation.shapes, *cubes]

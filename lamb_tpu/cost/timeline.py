@@ -33,7 +33,7 @@ class Event(NamedTuple):
     exposed: float  # time for which the computation waits
 
     def repeated(self, times: int) -> "Event":
-        """Returns the event in a loop with `times` iterations."""
+        """Returns the event's totals for a loop with `times` iterations."""
         return self._replace(
             collective=self.collective._replace(count=times * self.collective.count),
             seconds=times * self.seconds,
@@ -65,7 +65,7 @@ def timeline(
     """Returns the times of a TPU program.
 
     Collectives in a loop do not overlap with computation outside of the loop. A conditional takes
-    its longest branch.
+    as long as its longest branch.
 
     Args:
       program: a TPU program.

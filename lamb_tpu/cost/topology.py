@@ -174,7 +174,7 @@ def _given_shape(name: str, version: str, sides: str) -> tuple[int, ...]:
 
 
 def _sized(name: str, version: str, count: int) -> tuple[int, ...]:
-    """Returns the shape of the slice with `count` cores, or chips."""
+    """Returns the shape of the slice whose name has the number `count`, of cores or of chips."""
     shapes = slices_lib.shapes(version)
     if count not in shapes:
         near = sorted(sorted(shapes, key=lambda size: abs(size - count))[:2])

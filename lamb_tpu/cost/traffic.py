@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Number of devices that exchange data with each other."""
+        """Number of devices in the largest group."""
         return max(map(len, self.groups))
 
     @property
@@ -59,8 +59,8 @@ class Collective(NamedTuple):
     def sent_bytes(self) -> int:
         """Lower bound on the bytes that a device sends in one execution.
 
-        With n devices it is 2 (n - 1) / n times the operand for an all-reduce, (n - 1) / n times
-        for a reduce-scatter, and n - 1 times for an all-gather.
+        With n devices the bound is the operand's bytes times 2 (n - 1) / n for an all-reduce,
+        (n - 1) / n for a reduce-scatter, and n - 1 for an all-gather.
         """
         others, size = self.group_size - 1, self.operand_bytes
         if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
@@ -190,7 +190,7 @@ def _between_slices(
 
 
 def _keeps_part(reduction: Instruction, computation: Computation) -> bool:
-    """Returns whether the same fusion slices each device's shard out of an all-reduce."""
+    """Returns whether the fusion that has an all-reduce also slices each device's shard out of it."""
     names = {reduction.name}
     for instruction in computation.instructions.values():
         if instruction.operands()[:1] and instruction.operands()[0] in names:

@@ -12,7 +12,7 @@ FOLDERS = {TRAIN: "workdir", "lamb_tpu.reproduce": "records", "lamb_tpu.sweep": 
 
 
 def workdir(arguments: Sequence[str]) -> str | None:
-    """Returns the last value of --workdir, as absl does; None if the flag is missing.
+    """Returns the value of --workdir (the last value if the flag is repeated); None if it is missing.
 
     >>> workdir(["--config=digits", "--workdir", "runs/a"])
     'runs/a'
@@ -28,7 +28,7 @@ def _value(arguments: Sequence[str], name: str) -> str | None:
 
 
 def needed_folder(arguments: Sequence[str], module: str = TRAIN) -> str:
-    """Returns the folder that outlives the machine, such as --workdir of a training run.
+    """Returns the folder that outlives the machine: for a training run, the value of --workdir.
 
     Raises:
       UserError: the option is missing, or its URL is not a folder in a bucket.
@@ -45,7 +45,7 @@ def needed_folder(arguments: Sequence[str], module: str = TRAIN) -> str:
 
 
 def check_array(arguments: Sequence[str], module: str, array: int | None) -> None:
-    """Checks that a module and its arguments can run as `array` jobs, or as a single job."""
+    """Checks that a module and its arguments can run as `array` jobs, or as one job if `array` is None."""
     if module == TRAIN:
         if array is not None:
             raise UserError(

@@ -42,7 +42,7 @@ _DOCKER = (
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """Provisioning of the machines. At most one field may be set; if none is set, they are on demand."""
+    """Provisioning of the machines: on demand if no field is set. At most one field may be set."""
 
     spot: bool = False  # whether the machines may be preempted at any time
     # Lifetime of the machines, such as '7d' or '12h30m': the request waits in a queue, and Google
@@ -99,7 +99,7 @@ def steps(
     create_flags: Sequence[str] = (),
     data: str | None = None,
 ) -> list[Step]:
-    """Returns the steps of a run on one slice, from its creation to its deletion.
+    """Returns the steps of a run on one slice, from the slice's creation to its deletion.
 
     Args:
       pod: the slice and the run.
@@ -275,7 +275,7 @@ def _until(command: str) -> str:
 
 
 def _host(count: int) -> remote.Host:
-    """Returns install commands, and the variables that `lamb_tpu.cluster.distributed` reads."""
+    """Returns a host's install commands and the variables that `lamb_tpu.cluster.distributed` reads."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": f"$(head -n 1 {_HOSTS}):{_PORT}",
         "JAX_NUM_PROCESSES": f"$(wc -l <{_HOSTS})",

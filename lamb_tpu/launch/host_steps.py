@@ -12,7 +12,7 @@ from lamb_tpu.launch.steps import Step
 
 
 class Reach(NamedTuple):
-    """Functions that return commands with which this machine reaches the hosts."""
+    """Functions that return commands for reaching the hosts from this machine."""
 
     everyone: Callable[[str], str]  # wraps a command for a host so that it runs on all hosts
     first: Callable[[str], str]  # wraps a command for a host so that it runs on the first host

@@ -2,7 +2,7 @@
 
 An array is one Indexed Job: each pod runs on one host and trains a share of many small runs.
 
-JobSet (jobset.sigs.k8s.io, v1alpha2) creates the headless service with which pods find each other. GKE
+JobSet (jobset.sigs.k8s.io, v1alpha2) creates the headless service that pods use to find each other. GKE
 puts the pods of a job onto one slice, and sets the variables that JAX reads to initialize its
 processes: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, and MEGASCALE_* for several slices.
 """
@@ -47,7 +47,7 @@ def manifest(
       module: module that the pods run.
 
     Raises:
-      UserError: the name of `pod` is so long that Kubernetes would reject the names of its pods.
+      UserError: `pod.name` is so long that Kubernetes would reject the names derived from it.
     """
     metadata: dict[str, Any] = {"name": pod.name}
     if array is None:

@@ -248,12 +248,12 @@ def _supervise(processes: Sequence[_Process], received: list[int], grace_seconds
 
 
 def _is_preempted(process: _Process) -> bool:
-    """Returns whether a process ended because of SIGTERM, after a save if it could save."""
+    """Returns whether a process ended because of SIGTERM, with or without a save."""
     return process.status() in (os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
 def _was_asked(process: _Process) -> bool:
-    """Returns whether a process ended because of SIGTERM or Ctrl-C, after a save if it could save."""
+    """Returns whether a process ended because of SIGTERM or Ctrl-C, with or without a save."""
     # -SIGINT: before a program installs its handlers, Ctrl-C has the default action.
     return _is_preempted(process) or process.status() in (_INTERRUPTED, -signal.SIGINT)
 

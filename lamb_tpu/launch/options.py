@@ -1,4 +1,4 @@
-"""The command line of `lamb_tpu launch`: the kinds of launch, and the options of each."""
+"""The command line of `lamb_tpu launch`: the kinds of launch, and the options of each kind."""
 
 import argparse
 from typing import Any, NamedTuple

@@ -69,7 +69,7 @@ def make_pod(
       kind: 'compute', 'tpu-vm', 'queued-resource', 'jobset' or 'cluster'.
       topology_name: name of one slice, such as 'v5p-256'.
       name, slices, spot, image: see `Pod`.
-      train: arguments of `module`, with --workdir.
+      train: arguments of `module`, with --workdir (or --records).
       shared_workdir: whether --workdir is on a file system that all hosts mount.
       module: the module that runs, a key of `arguments.FOLDERS`.
 

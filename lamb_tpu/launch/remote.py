@@ -20,7 +20,7 @@ _PAUSE_SECONDS = 5
 
 
 class Host(NamedTuple):
-    """Install commands for one type of host, and variables with which hosts find each other."""
+    """The install commands for one type of host, and the variables that hosts use to find each other."""
 
     uv: str  # command that installs uv
     run_uv: str  # command that runs uv
@@ -33,7 +33,7 @@ TPU_VM = Host(uv="python3 -m pip install --quiet --user uv", run_uv="python3 -m 
 
 
 def install(archive: str, host: Host, uses_bucket: bool = False) -> str:
-    """Returns the command that unpacks the tar.gz of the code and installs it with pinned versions."""
+    """Returns the command that unpacks the code's tar.gz and installs the code with pinned versions."""
     extras = "train,tpu,gcs" if uses_bucket else "train,tpu"
     return " &&\n".join(
         [
@@ -109,7 +109,7 @@ fi"""
 
 
 def follow() -> str:
-    """Returns the command that shows a run's output until it ends, and exits with its status."""
+    """Returns the command that shows a run's output until the run ends, and exits with the run's status."""
     return f"""\
 cd {FOLDER} || exit
 tail -n +1 -F run.log &

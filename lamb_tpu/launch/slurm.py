@@ -41,9 +41,9 @@ def script(
       nodes: number of nodes; 1 for an array.
       gpus_per_node: GPUs per node, each with one process; 0: one process per node, on its CPU.
       cpus_per_task: CPU cores of a process; None: the cluster's default.
-      time: time limit of one start, in sbatch's format; None: the cluster's default.
+      time: time limit each time the job starts, in sbatch's format; None: the cluster's default.
       partition: SLURM's partition; None: the cluster's default.
-      signal_seconds: the run is asked to save this many seconds before the time limit.
+      signal_seconds: SLURM asks the run to save this many seconds before the time limit.
       python: path of Python on the cluster, relative to the folder in which sbatch is called.
       array: number of jobs; None: one run on all nodes.
       module: module that the processes run.

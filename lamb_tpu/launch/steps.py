@@ -65,7 +65,7 @@ def quote(part: str) -> str:
 
 
 def script(steps: Sequence[Step], start: int = 1) -> str:
-    """Returns the steps from number `start` on, counted from 1, as a shell script."""
+    """Returns step number `start`, counted from 1, and all later steps as a shell script."""
     _check_start(steps, start)
     return "\n\n".join(
         f"# {number}. {step.title}\n{step.command}"
@@ -75,13 +75,13 @@ def script(steps: Sequence[Step], start: int = 1) -> str:
 
 
 def run(steps: Sequence[Step], start: int, delete: bool, again: Sequence[str]) -> int:
-    """Prints and runs the steps from number `start` on, up to the first that fails.
+    """Prints and runs step number `start` and the later steps; stops after a step that fails.
 
     Args:
       steps: all steps of the launch.
       start: number of the first step to run, from 1.
       delete: whether to also run the steps that delete machines.
-      again: command line of the launch; after a failure it is printed with another --from-step.
+      again: command line of the launch; after a failure, it is printed with the failed step's --from-step.
 
     Returns:
       The exit status: 0, or 1 if a step failed, or 130 after Ctrl-C.

@@ -29,7 +29,7 @@ def command(
     max_restarts: int,
     account: str | None = None,
 ) -> str:
-    """Returns the command with which a tool queues a run.
+    """Returns the command that queues a run with one of the tools.
 
     Args:
       tool: one of `TOOLS`.

@@ -33,7 +33,7 @@ class Model(NamedTuple):
       init: `(key, inputs) -> variables`. The variables are a mapping with the collection 'params'
         and possibly others, such as 'batch_stats'.
       apply: `(variables, inputs, *, train, key) -> (outputs, state)`. `state` has all collections
-        except 'params'; they are updated if `train` is true. If the variables contain an empty
+        except 'params', updated if `train` is true. If the variables contain an empty
         collection 'batch_moments', BatchNorm fills it for `norm.combine_moments`. `key` is the
         random key of dropout, which only training needs.
       vocab_size, max_positions: the size of the vocabulary and the length of the longest sequence,
@@ -152,7 +152,7 @@ def build(name: str, axis_name: Sequence[str] = (), **fields: Any) -> Model:
 def batch_norm_groups(config: Mapping[str, Any], batch: int, devices: int) -> tuple[int, str]:
     """Returns `groups.describe_groups` for a network, or (1, '') if it has no BatchNorm.
 
-    `config` is config.model. Raises as `build` does, and a ValueError if the group size does not fit.
+    `config` is config.model. Raises the errors of `build`, and ValueError if the group size does not fit.
     """
     fields = dict(config)
     module = _module(fields.pop("name"), fields)

@@ -18,9 +18,9 @@ class Search(NamedTuple):
       begin, end: ids of the start and end tokens; the id 0 is padding.
       beam: number of hypotheses per sentence; 1 is greedy search.
       length_penalty, length_constant, coverage_penalty: alpha, c and beta in the score, see `search`.
-      published: whether to compute the scores like MLPerf's published code. In that code, a
-        hypothesis that moves to another position in the beam leaves its coverage behind, and in a
-        row that reaches `max_length` the scores are log P, without normalisation and penalty.
+      published: whether to repeat two deviations of MLPerf's code from the formula: if a hypothesis
+        moves to another position in the beam, its coverage stays at the old position; and in a row
+        that reaches `max_length`, the scores are log P, without normalisation and penalty.
     """
 
     max_length: int
@@ -155,5 +155,5 @@ def _frozen(done: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
 
 
 def _moved(x: jax.Array, source: jax.Array) -> jax.Array:
-    """Moves the values of hypotheses, (rows, beam, ...), from the beam positions `source`."""
+    """Returns the values of the hypotheses, (rows, beam, ...), at the beam positions `source`."""
     return jnp.take_along_axis(x, source.reshape(*source.shape, *[1] * (x.ndim - 2)), 1)

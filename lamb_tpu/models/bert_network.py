@@ -17,7 +17,7 @@ _MOST_LAYERS = 10_000  # the deepest published Transformer has 1,000
 
 
 def _size(num_layers: int, hidden_size: int) -> dict[str, int]:
-    """Returns a published size: heads have a width of 64, and the MLP 4 times the hidden size."""
+    """Returns the fields of a published size: heads of width 64, and an MLP of width 4 * hidden_size."""
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,

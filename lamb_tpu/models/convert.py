@@ -163,7 +163,7 @@ def _describe(shape: tuple[int, ...] | None) -> str:
 
 
 def _layout(network: str, num_classes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Returns two dicts by the '/'-joined path of our variables: their shapes, and timm's names."""
+    """Returns the shape and timm's name of each of our variables, as two dicts by '/'-joined path."""
     model = models.build(network, num_classes=num_classes)
     # Shapes do not depend on the size of the image or the batch.
     image = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)

@@ -15,7 +15,7 @@ class Description(NamedTuple):
     """The costs of a network with its default fields.
 
     The multiply-adds are those of the forward pass of one input, in convolutions and dense layers
-    (for BERT and GNMT also in attention). Pixels of padding are included. The number is half of
+    (for BERT and GNMT also in attention). Pixels of padding are included. `multiply_adds` is half of
     `flops.matrix_flops`.
     """
 

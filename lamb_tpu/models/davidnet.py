@@ -37,8 +37,8 @@ class DavidNet(nn.Module):
       width: number of channels of the first convolution; the other convolutions have 2, 4 or 8 times
         this number.
       dtype: dtype of the convolutions and of the activations, 'float32' or 'bfloat16'.
-      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon are by
-        default as in PyTorch.
+      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon have
+        PyTorch's defaults.
     """
 
     image_size: ClassVar[int] = 32

@@ -137,10 +137,10 @@ class Dropout(nn.Module):
 
     This holds for JAX's default keys, threefry2x32. With 'rbg' and 'unsafe_rbg', which are faster
     on a TPU, a device draws the masks of all its rows at once, from the position of its first row,
-    so the masks depend on the number of rows per device. They are the same in shard_map and under
-    jit if `jax.set_mesh` or `jax.sharding.use_abstract_mesh` sets the mesh; all axes of the mesh
-    except `axes.WITHIN_EXAMPLES` then split the rows. Under jit without a mesh, every device draws
-    the masks of all rows.
+    so the masks depend on the number of rows per device. If `jax.set_mesh` or
+    `jax.sharding.use_abstract_mesh` sets the mesh, the masks are the same in shard_map and under jit;
+    all axes of the mesh except `axes.WITHIN_EXAMPLES` then split the rows. Under jit without a mesh,
+    every device draws the masks of all rows.
 
     Attributes:
       rate: fraction of dropped values, in [0, 1); `rounded` to a multiple of 2^-16.

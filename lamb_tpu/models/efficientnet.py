@@ -145,11 +145,11 @@ class EfficientNet(nn.Module):
       dropout_rate: fraction of the pooled features dropped in training.
       stochastic_depth_rate: rate of stochastic depth, which the original calls drop connect. Block
         i of n, counted from 0, has i / n times this rate.
-      stages: the fields of each `BlockStage` before scaling; by default the original's. A network
-        with fewer stages compiles in seconds.
+      stages: the fields of each `BlockStage` before scaling; by default the original stages. A
+        network with fewer stages compiles in seconds.
       dtype: dtype of the convolutions and of the activations, 'float32' or 'bfloat16'.
-      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon are by
-        default as in the original.
+      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon have the
+        original's defaults.
 
     References:
       Tan and Le, EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks,

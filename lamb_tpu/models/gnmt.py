@@ -28,7 +28,7 @@ class Memory(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Functions with which a search generates sentences word by word.
+    """Functions that a search calls to generate sentences word by word.
 
     Attributes:
       start: `(variables, inputs) -> (memory, state)`: encodes the sources. Each leaf of the two
@@ -49,8 +49,8 @@ class GNMT(nn.Module):
 
     The encoder's first layer is bidirectional, and its second layer reads the outputs of both
     directions. The decoder's first layer gives the queries of the attention; the context vectors are
-    concatenated to the input of every later layer. In both networks, residual connections start at
-    the third layer. Source and target share one vocabulary and one embedding. Initial values are
+    concatenated to the input of every later layer. Encoder and decoder have residual connections from
+    the third layer up. Source and target share one vocabulary and one embedding. Initial values are
     uniform in (-init_scale, init_scale), as in MLPerf's code (from memory).
 
     Attributes:
@@ -245,7 +245,7 @@ class Attention(nn.Module):
 
 
 def decode(module: GNMT) -> Decode:
-    """Returns the functions with which a beam search generates sentences from this network."""
+    """Returns the functions that a beam search calls to generate sentences with this network."""
     apply: Callable[..., Any] = module.apply
     return Decode(
         functools.partial(apply, method=GNMT.start), functools.partial(apply, method=GNMT.step)

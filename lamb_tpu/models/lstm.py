@@ -20,7 +20,7 @@ class LSTM(nn.Module):
     Parameters are `input_kernel` (inputs, 4 features), `hidden_kernel` (features, 4 features) and
     `bias` (4 features), each with the gates in the order input, forget, cell, output.
 
-    PyTorch's nn.LSTM has two biases; their sum corresponds to this bias. Each of the two gets the
+    PyTorch's nn.LSTM has two biases; their sum corresponds to `bias`. Each of the two gets the
     full gradient, so their sum moves twice as far in an update. TensorFlow's BasicLSTMCell has one
     kernel, with the rows of the inputs above those of the hidden state and the gates in the order
     input, cell, forget, output. It adds `forget_bias` in every step, whereas here `forget_bias` is
@@ -92,7 +92,7 @@ def uniform_within(scale: float) -> nn.initializers.Initializer:
 def uniform_dense(
     features: int, scale: float, dtype: str, name: str, use_bias: bool = True
 ) -> nn.Dense:
-    """Returns a dense layer with initial values from `uniform_within` and float32 or wider outputs."""
+    """Returns a dense layer with initial values from `uniform_within`; its outputs are at least float32."""
     # By default, products of bfloat16 are rounded to bfloat16.
     wide = np.promote_types(jnp.dtype(dtype), jnp.float32)
     return Dense(

@@ -39,7 +39,7 @@ class LSTMLanguageModel(nn.Module):
         the same masks in all steps of a window, and also drops units of the hidden state between
         steps (Gal and Ghahramani, but without their dropout of words).
       tied: whether the dense layer's kernel is the transposed embedding; it still has a bias.
-      init_scale: see above.
+      init_scale: bound of the initial values.
       forget_bias: added to the forget gates' initial bias.
       dtype: dtype of the operands of matrix products, 'float32' or 'bfloat16'. Sums, carry and
         logits are float32.

@@ -13,7 +13,7 @@ _MOST_LAYERS = 10_000  # each layer is traced separately, which takes time
 
 
 class MLP(nn.Module):
-    """Dense layers, each but the last followed by optional BatchNorm, ReLU and dropout.
+    """Dense layers; BatchNorm (optional), ReLU and dropout follow every layer except the last.
 
     Attributes:
       num_classes: width of the output.

@@ -30,7 +30,7 @@ class BatchNorm(nn.Module):
     share, local batch normalisation; and with larger groups, the distributed batch normalisation of
     Wongpanich et al. Under jit the program does not depend on the number of devices, and the compiler
     reduces over groups of devices. Inside shard_map or pmap a module sees only one device's examples,
-    so `axis_name` must name the mesh axes that split the batch; the results are then the same.
+    so `axis_name` must name the mesh axes that split the batch; the results then equal those under jit.
     `lamb_tpu.parallel.torus` orders the mesh so that a group's devices are neighbours.
 
     Parameters and running averages are float32, and statistics are float32 or, for float64 inputs,
@@ -42,8 +42,8 @@ class BatchNorm(nn.Module):
     For bfloat16 inputs, d is the difference from the running mean. The running mean is known before
     the activations, so the sums fuse with the computation of the activations, and need one round of
     communication instead of two. If the running mean is 100 standard deviations away, the relative
-    error of the variance is a thousandth. This is small beside the rounding of bfloat16 values to 8
-    bits, and ends when the running mean has converged.
+    error of the variance is a thousandth. This error is small beside the rounding of bfloat16 values
+    to 8 bits, and disappears when the running mean has converged.
 
     The running averages are those of the full batch, whatever the groups: the batch's mean is the mean
     of the groups' means, and its variance, by the law of total variance, is the mean of the groups'

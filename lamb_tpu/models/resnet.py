@@ -20,7 +20,7 @@ _OUTPUT_INIT = nn.initializers.normal(0.01)
 
 
 def _conv(channels: int, kernel: int, stride: int, dtype: Any, name: str) -> nn.Conv:
-    """Returns a convolution without bias, with equal padding on both sides, unlike 'SAME'."""
+    """Returns a convolution without bias; unlike 'SAME', it pads equally on both sides."""
     return nn.Conv(
         channels,
         (kernel, kernel),
@@ -86,8 +86,8 @@ class ResNet(nn.Module):
       zero_gamma: initialise the scale of a branch's last BatchNorm to 0, so that every block starts
         as its shortcut (Goyal et al.; MLPerf); torchvision initialises it to 1.
       dtype: dtype of the convolutions and of the activations, 'float32' or 'bfloat16'.
-      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon are by
-        default as in MLPerf and torchvision.
+      group_size, axis_name, momentum, epsilon: see `norm.BatchNorm`; momentum and epsilon have the
+        defaults of MLPerf and torchvision.
 
     References:
       He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -144,7 +144,7 @@ class ResNet(nn.Module):
 
 
 def _sized(layers: int, blocks: tuple[int, ...], parameters: str) -> type[ResNet]:
-    """Returns the network with a published number of layers; from 50 layers on, with bottlenecks."""
+    """Returns the network of a published depth; networks with 50 or more layers have bottlenecks."""
     fields = {
         "__doc__": f"ResNet-{layers}, with {parameters} parameters for 1,000 classes.",
         "__module__": __name__,

@@ -73,7 +73,7 @@ def split_sequence(x: jax.Array, heads: bool = False) -> jax.Array:
 
     Args:
       x: (batch, length, ...); with `heads` (batch, length, heads, width).
-      heads: split the heads instead of the length, also over the axis 'model'.
+      heads: split the heads instead of the length, over the axes 'model' and 'sequence'.
 
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023.
@@ -117,7 +117,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then two dense layers; dropout, residual sum and LayerNorm follow each of the two."""
+    """Attention and an MLP; dropout, residual sum and LayerNorm follow each of these two sub-layers."""
 
     config: LayerConfig
 
@@ -137,7 +137,7 @@ class Encoder(nn.Module):
     """A stack of `EncoderLayer`s.
 
     The layers' parameters are under 'layer_0', 'layer_1', ..., or stacked under 'layers' with a
-    leading axis of size num_layers; `stack_layers` and `unstack_layers` convert between the two.
+    leading axis of size num_layers; `stack_layers` and `unstack_layers` convert between the two forms.
     Unrolled layers give the faster program; the compile time of scanned layers hardly grows with
     their number. From the same key, unrolled and scanned layers draw different initial values and
     dropout masks.

@@ -13,15 +13,15 @@ or the extra tpu installs it) and takes minutes for large models. The report has
 - Time of a step: the compiler's estimate of the computation and a model of the links, both fitted
   to published runs (experiments/plan/calibration.md). The interval is for a program that is not
   among those runs; it is wider on a TPU generation without published runs. The line `validated`
-  counts the published runs inside intervals that were fitted without them.
+  says how many published runs lie inside an interval that was fitted without them.
 - The run: updates, minutes, chip-hours, and the input that each host must deliver. The totals in
   the last line exclude start-up, compilation on the pod, checkpoints and waiting for the slowest
   chip. If other batches were planned before, this line also names the next larger batch that fits,
   or the next smaller one if this batch does not fit.
 
-A step that does not fit is reported with its sizes, and the exit status is 0. No data set is
-needed: shapes and numbers of examples come from the config and from published data. Custom text and
-images are read if config.data.dir names their folder; if it does not, durations in epochs need
+If a step does not fit, the report says how much memory it needs, and the exit status is 0. No data
+set is needed: shapes and numbers of examples come from the config and published data. Custom text
+and images are read if config.data.dir names their folder; if it does not, durations in epochs need
 --examples=N.
 A config with phases gives one plan for each phase (in JSON, a list of plans).
 
@@ -37,9 +37,9 @@ so an interrupted command continues when you run it again.
 - --topologies=v3-512,v3-1024 prints the time of the run on each slice. --measured adds measured
   times, and --html plots the times.
 
-If config.batch_rule changes the batch during the run, the plan adds up the updates of all batch
-sizes. Only steps of up to eight microbatches are compiled; longer steps are extrapolated. If the
-rule chooses the batches during the run, give --batches-of=RUN: the plan uses the batches of RUN.
+If config.batch_rule changes the batch during the run, the plan adds up the times at all batch
+sizes. Only steps of at most eight microbatches are compiled; longer steps are extrapolated. If
+the rule chooses the batches during the run, give --batches-of=RUN: the plan uses those of RUN.
 
 If a recipe has an argument `batch`, each batch is passed as this argument, so that the recipe sets
 the learning rate and the BatchNorm groups of that batch.

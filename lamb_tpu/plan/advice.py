@@ -34,7 +34,7 @@ def advise(
       topology: name of the slice.
       trials: makes the plans, one for each batch.
       price: price of a device for an hour, in any currency.
-      workdir: folder of a run that measured the noise scale; the batches are compared with it.
+      workdir: folder of a run that measured the noise scale; each batch is compared with this scale.
 
     Raises:
       UserError: `workdir` has no records of a run, or every batch is rejected.

@@ -173,7 +173,7 @@ class Cache:
             _warn(f"{error}; the plan continues without storing programs")
 
     def batches(self, config: Spec, topology: str) -> dict[int, bool]:
-        """Returns batch size -> whether it fits, for stored steps that differ only in the batch."""
+        """Returns batch size -> whether it fits, for stored steps with the same settings except the batch."""
         fitting: dict[int, bool] = {}
         if self.folder is None:
             return fitting

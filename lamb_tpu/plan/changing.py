@@ -56,9 +56,9 @@ def make_changing_plan(
 
     Args:
       config, name, waiting, examples, cache, gbps: see `making.make_plan`.
-      batches_of: folder of a run: the plan uses the batch sizes of that run, and scales its numbers
-        of updates to the examples of the planned run. Required for a rule that chooses batches
-        during the run.
+      batches_of: folder of a run: the plan uses that run's batch sizes, and scales that run's numbers
+        of updates so that they have as many examples as the planned run. Required for a rule that
+        chooses batches during the run.
 
     Raises:
       UserError: see `making.make_plan`; or `batches_of` is missing, has no effect, or is not the
@@ -137,7 +137,7 @@ def _path(recipe: Recipe, rule_name: str, batches_of: str | None) -> list[Stretc
 
 
 def recorded(workdir: str | os.PathLike[str], total: int) -> list[Stretch]:
-    """Returns a stretch for each pair of consecutive records of a run, scaled to `total` examples in all.
+    """Returns the updates between consecutive records of a run, scaled to `total` examples altogether.
 
     Raises:
       UserError: the folder has no records of a run in which the batch size changed.
@@ -177,7 +177,7 @@ def _counts(path: Sequence[Stretch], size: int) -> set[int]:
 
 
 def _ends(count: float) -> tuple[int, int]:
-    """Returns the numbers of microbatches of the two compiled steps that give the time at `count`."""
+    """Returns the numbers of microbatches of the two compiled steps that determine the time at `count`."""
     return _LINE if count > _LINE[0] else (max(1, math.floor(count)), math.ceil(count))
 
 

@@ -43,7 +43,7 @@ class Point(NamedTuple):
         return self.seconds[1] / self.measured if self.seconds and self.measured else None
 
     def cells(self) -> list[str]:
-        """Returns the table cells up to the interval; if times are missing, the last cell says why."""
+        """Returns the cells from the slice to the interval; a reason or '?' replaces unknown times."""
         cells = [self.topology, f"{self.devices:,}"]
         if self.rejected:
             return [*cells, "rejected"]
@@ -135,7 +135,7 @@ def write_page(points: Sequence[Point], result: Answer, path: pathlib.Path) -> N
 
 
 def plot(points: Sequence[Point]) -> Figure:
-    """Plots predicted times with their intervals, and measured times, over the devices."""
+    """Plots predicted times with their intervals, and measured times, over the number of devices."""
     figure = style.figure(style.WIDTH, 3.9)
     axes = figure.subplots()
     known = sorted(

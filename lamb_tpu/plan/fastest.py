@@ -1,11 +1,11 @@
 """Search for the fastest layout of a recipe's step on a slice: `--find=fastest`.
 
-A layout is a way to compute the same update of the same batch: the backend, microbatches,
+A layout is a way to compute the same update of the same batch: a choice of backend, microbatches,
 recomputation, scanned layers, sharded state, gradient dtype and mesh axes. Two of these change more
-than the speed. Scanned layers draw other initial weights and dropout masks than unrolled layers, and
+than the speed: scanned layers draw other initial weights and dropout masks than unrolled layers, and
 bfloat16 gradients are rounded before they are summed.
 
-The search does not vary what would change the mathematics: the size of BatchNorm groups, and the
+The search does not vary settings that change the mathematics: the size of BatchNorm groups, and the
 number of microbatches if a group is the full batch. It adds no sharding rules, so it tries the mesh
 axis 'model' only if config.parallel.rules shard parameters over this axis.
 """
@@ -97,7 +97,7 @@ def _split(axis: str, size: int) -> dict[str, Any]:
 
 
 def most(variants: Variants, slice_: Topology) -> int:
-    """Returns the largest number of plans of a search."""
+    """Returns the largest number of plans that a search can make."""
     return 1 + sum(len(values) for values in dimensions(variants, slice_))
 
 
@@ -179,7 +179,7 @@ def gain(first: Trial, fastest: Trial) -> str:
 
 
 def _rows(slice_: Topology) -> Iterator[int]:
-    """Yields the number of devices on a chip and in a row of the torus; omits 1 and the total number."""
+    """Yields the numbers of devices on a chip and in a row of the torus, except 1 and the full slice."""
     cores = slice_.generation.devices
     for size in dict.fromkeys((cores, cores * slice_.shape[0])):
         if 1 < size < slice_.num_devices:

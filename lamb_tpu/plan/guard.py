@@ -95,8 +95,8 @@ def guard(goes_on: bool = False) -> None:
 def _wait(child: int, mask: set[int | signal.Signals]) -> tuple[int, int | None]:
     """Waits for a child, with the signal mask `mask`; after a signal to this process, ends the child.
 
-    Returns the exit status of the child (minus the number of a signal that ended it), and the first
-    signal that asked this process to end, or None.
+    Returns the child's exit status, which is -N if signal N ended the child, and the first signal that
+    asked this process to end, or None.
     """
     asked: list[int] = []
     steps: list[

@@ -73,7 +73,7 @@ def find(variants: Variants, topology: str, trials: Trials) -> Answer:
 
 
 def search(batches: Batches, asked: int, topology: str, trials: Trials) -> Answer:
-    """Searches near the batch `asked` for the largest of `batches` that fits; see `find`.
+    """Searches for the largest of `batches` that fits, and starts near the batch `asked`; see `find`.
 
     If a batch is allowed, but its plan is rejected, for example because the run would have no update,
     the search continues as if the batch did not fit.

@@ -105,7 +105,7 @@ def _of_step(
     cache: Cache,
     gbps: float | None,
 ) -> Plan:
-    """Compiles the step that makes update number `update`; see `make_plan`."""
+    """Compiles the step for update number `update`, counted from 0; see `make_plan`."""
     slice_, config = topology_lib.topology(name), run.spec
     lowered = run.make_train_step(update).lower(run.abstract_state, run.abstract_batch())
     coordinates = network.places(run.mesh.devices.flat)
@@ -222,7 +222,7 @@ def _compile(lowered: jax.stages.Lowered, name: str) -> Compiled:
 
 
 def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
-    """Returns the traffic of a schedule by type of collective, largest first."""
+    """Returns the traffic of a schedule by type of collective; the type that sends most comes first."""
     rows = traffic.table(event.collective for event in schedule.events)
     sums = []
     for row in rows:
@@ -247,7 +247,7 @@ def _traffic(schedule: Timeline, fabric: Network) -> tuple[Traffic, ...]:
 
 
 def _other_batch(batch: int, fits: bool, known: dict[int, bool]) -> int | None:
-    """Returns the next larger batch known to fit, or the next smaller if `batch` does not fit.
+    """Returns the next larger batch that is known to fit; if `batch` does not fit, the next smaller one.
 
     >>> known = {64: True, 128: True, 256: True, 512: False}
     >>> _other_batch(128, True, known), _other_batch(256, True, known)

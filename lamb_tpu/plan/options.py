@@ -17,7 +17,7 @@ GBPS = 1e-3, 1e5  # from a modem to a hundred times the fastest link
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """The type of answer that the options ask for, with its slices and batches."""
+    """The type of answer that the command's options ask for, and the slices and batches to plan."""
 
     kind: str  # 'plan', 'batch', 'fastest', 'advice' or 'curves'
     topologies: tuple[str, ...]  # names of the slices; several only for 'curves'
@@ -40,7 +40,7 @@ def check(
     """Checks the command's options, and returns what they ask for.
 
     Raises:
-      UserError: an option is missing, has a wrong value, or excludes another option.
+      UserError: an option is missing, has a wrong value, or excludes another given option.
     """
     types = {"--find": find, "--batches": batches, "--topologies": topologies}
     given = [(name, value) for name, value in types.items() if value]
@@ -93,7 +93,7 @@ def check_batch(batch_size: int) -> None:
 
 
 def check_batches_of(workdir: str | None, changes: bool) -> None:
-    """Rejects --batches-of for a config with one batch size."""
+    """Rejects --batches-of for a config whose batch size does not change."""
     if workdir is not None and not changes:
         raise UserError(
             "--batches-of", workdir, "needs config.batch_rule", "set it, or leave --batches-of out"

@@ -53,17 +53,17 @@ class Plan:
       compile_seconds: time of the compilation on this machine.
       is_cached: whether the program came from the cache.
       needed: bytes that the program needs; None if the compiler does not report them.
-      calibration: the fitted constants that determine `times`, and the measured errors of such plans.
+      calibration: the fitted constants that determine `times`, and their errors for published runs.
       message: the compiler's error message if the program does not fit.
       leaves: one line on how the optimizer treats the parameters; '' if unknown.
       other_batch: the next larger batch that is known to fit, or the next smaller one if this step
         does not fit; None if none is known.
-      memory: bytes by type; this and the next attributes, up to `collectives`, are None if the
-        program does not fit.
-      flops: FLOPs of matrix products and convolutions, with all iterations of loops.
+      memory: bytes by type. If the program does not fit, then `memory`, `flops`, `model_flops`,
+        `cycles`, `times` and `collectives` are None.
+      flops: FLOPs of matrix products and convolutions, in all iterations of loops.
       model_flops: a device's share of the model FLOPs, see `lamb_tpu.cost.flops`.
       cycles: the compiler's estimate of the computation in cycles, without the network.
-      times: the schedule with the shortest, the expected and the longest time.
+      times: three schedules, with the shortest, the expected and the longest time.
       along: the updates by batch size, if the batch changes during the run; None if it does not.
       stages: the stages of a run with several programs; this plan describes the stage with the most
         updates.

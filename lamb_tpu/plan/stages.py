@@ -121,7 +121,7 @@ def row(name: str, updates: int, times: Sequence[Timeline] | None) -> StageRow:
 def seconds(
     rows: Sequence[StageRow] | Sequence[BatchRow],
 ) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Sums the computation and the network time of all updates; None if a time is unknown."""
+    """Returns the computation and the network times of all updates together; None if any is unknown."""
     sums = [[0.0] * 3, [0.0] * 3]
     for each in rows:
         if each.compute is None or each.network is None:
@@ -144,7 +144,7 @@ def describe(rows: Sequence[StageRow]) -> list[str]:
 
 
 def step_texts(row: StageRow | BatchRow) -> tuple[str, str]:
-    """Formats the expected milliseconds of an update and the time of all updates; '?' if unknown."""
+    """Formats the expected milliseconds of an update and the time of the row's updates; '?' if unknown."""
     if row.compute is None or row.network is None:
         return "?", "?"
     step = row.compute[1] + row.network[1]

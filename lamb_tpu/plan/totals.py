@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive updates, planned with their average batch size: number of updates, and of examples."""
+    """A number of consecutive updates and of their examples; a plan uses their average batch size."""
 
     updates: float
     examples: float
@@ -75,7 +75,7 @@ class Totals(NamedTuple):
 
 
 def work_of(run: Run) -> Work:
-    """Returns the work of a run; its data sets may be `data.ShapeSource`, which have no examples."""
+    """Returns the work of a run, whose data sets may be `data.ShapeSource`s, which have no examples."""
     config, recipe = run.spec, run.recipe
     passes = (2 if isinstance(run.task, HostScored) else 1) * (2 if config.ema.decay else 1)
     batches, steps = math.ceil(len(run.eval_set) / run.eval_batch_size), recipe.total_steps
@@ -109,7 +109,7 @@ def evaluations(path: Sequence[Stretch], every: float) -> int:
 
 
 def times_passed(seen: float, every: float) -> int:
-    """Returns the number of positive multiples of `every` up to `seen`.
+    """Returns the number of positive multiples of `every` that are at most `seen`.
 
     >>> times_passed(29.9, 10), times_passed(30, 10)
     (2, 3)

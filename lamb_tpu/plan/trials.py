@@ -64,7 +64,7 @@ class Trial:
         return self.step_seconds[1] if self.fits and self.step_seconds else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the columns of `HEAD`; for a rejected config only the word 'rejected'."""
+        """Returns the cells of the columns in `HEAD`; for a rejected config only the word 'rejected'."""
         if self.plan is None:
             return ("rejected",)
         share = self.plan.share_of_memory
@@ -75,7 +75,7 @@ class Trial:
         )
 
     def describe(self) -> str:
-        """Formats the memory use and step time of a feasible trial."""
+        """Formats the memory use and step time of a step that fits."""
         assert self.plan is not None
         share = self.plan.share_of_memory
         memory = f"{100 * share:.3g} % of memory, " if share else ""
@@ -136,7 +136,7 @@ class Trials:
             self._bar.stop()
 
     def make(self, config: Spec, topology: str, label: str) -> Trial:
-        """Plans a config on a slice; `label` names it in the progress bar."""
+        """Plans a config on a slice; the progress bar shows `label`."""
         key = json.dumps([topology, flatten(config)])
         if key not in self._made:
             self._made[key] = self._make(config, topology, label)

@@ -9,7 +9,7 @@ from lamb_tpu.spec import Spec, changed, flatten, value_of
 
 
 class Variants:
-    """Makes variants of a recipe with overrides.
+    """Makes variants of a recipe; overrides of the config's keys are preserved.
 
     A recipe can derive other settings from the batch: recipes with LARS have a learning rate, a
     warm-up and a BatchNorm group size for each batch. Therefore another batch is passed to the

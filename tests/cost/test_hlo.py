@@ -30,7 +30,7 @@ def test_trip_count_that_the_compiler_wrote() -> None:
 
 
 def test_a_loop_that_may_end_before_counts_in_full() -> None:
-    """The loop counts in full if its condition is 'counter < limit' and another condition."""
+    """All iterations count if the loop's condition is 'counter < limit' combined with another condition."""
     [line] = [
         line
         for line in PROGRAM.splitlines()
@@ -81,7 +81,7 @@ def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
 
 
 def flops_of(function: Callable, *shapes: tuple[int, ...]) -> int:
-    """Returns the FLOPs of the gradient of the squared result, compiled for a CPU."""
+    """Returns the FLOPs of a compiled program: the gradient of the sum of the function's squared results."""
 
     def loss(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(function(*arrays) ** 2)

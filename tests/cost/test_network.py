@@ -107,7 +107,7 @@ def test_a_generation_without_runs_has_a_wider_interval() -> None:
 
 
 def test_the_published_profile() -> None:
-    """An all-gather along a line of 4 TPU v5e takes 680 us in the profile, and 560 us by bandwidth alone."""
+    """An all-gather along a line of 4 v5e chips takes 680 us in the profile; 560 us by bandwidth alone."""
     fabric = torus("v5e:8x4")
     groups = tuple(tuple(range(x, 32, 8)) for x in range(8))
     assert fabric.route(groups, False).axes == (Axis("y", 4, 1, False, 1),)

@@ -1,4 +1,4 @@
-"""Tests the types of kernels, and source lines from the compiler's text."""
+"""Tests that kernels in the compiled HLO text are classified and traced to source lines."""
 
 import pathlib
 

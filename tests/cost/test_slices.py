@@ -1,4 +1,4 @@
-"""Tests the table of slices, which does not need JAX and which --help lists."""
+"""Tests the table of slices: --help lists the slices, and reading the table does not import JAX."""
 
 import subprocess
 import sys

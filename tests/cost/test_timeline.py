@@ -150,7 +150,7 @@ def test_a_conditional_takes_its_longest_branch() -> None:
 
 
 def test_the_collectives_of_a_tpus_program() -> None:
-    """The compiler's output has a fused all-gather that overlaps a matrix product, and more collectives."""
+    """The program has a fused all-gather that overlaps a matrix product, and four other collectives."""
     types: list[str] = []
 
     def seconds(collective: Collective) -> float:

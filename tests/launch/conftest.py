@@ -10,7 +10,7 @@ from tests.launch.fakes import Cloud, checkout
 
 @pytest.fixture(scope="module")
 def module_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns the path of a module in a small checkout, which replaces the checkout of lamb_tpu."""
+    """Returns the path of `local_steps` in a small checkout, which tests use as lamb_tpu's checkout."""
     return str(checkout(tmp_path_factory.mktemp("checkout")))
 
 

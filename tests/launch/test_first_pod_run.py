@@ -1,4 +1,4 @@
-"""Tests that first_pod_run.md shows the output of its commands, and that its numbers follow from it."""
+"""Tests that first_pod_run.md shows its commands' output, and that numbers in the text follow from it."""
 
 import math
 import re
@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed_after(command: str) -> tuple[str, str]:
-    """Returns the block of a command and the block of its output."""
+    """Returns the page's block with a command, and the block with the command's output."""
     (actual,) = (
         (block, BLOCKS[number + 1][1])
         for number, (kind, block) in enumerate(BLOCKS)

@@ -107,7 +107,7 @@ def test_preemptions_restart_without_a_count() -> None:
 
 
 def test_arguments_are_escaped() -> None:
-    """Kubernetes expands $(NAME) as a variable and $$ to $."""
+    """Every $ is doubled, because Kubernetes expands $(NAME) as a variable and $$ to $."""
     train = ("--a=two words", "--b=$(HOME) $$ $x", '--c=it\'s "both"\n', "--d=yes", "--e: 1")
     command = pod_spec(manifest("v4-8", train=train))["containers"][0]["command"]
     assert command[:4] == ["python", "-u", "-m", "lamb_tpu.train"]

@@ -211,7 +211,7 @@ def test_killed_launcher_leaves_no_process(tmp_path: pathlib.Path) -> None:
 def test_a_signal_before_the_first_save(
     tmp_path: pathlib.Path, number: signal.Signals, status: int, receiver: str
 ) -> None:
-    """One process compiles and the other waits for it; both end soon and without an error."""
+    """One process compiles and the other waits; after a signal, both end soon and without an error."""
     process = tiny.start(
         "lamb_tpu.launch",
         "local",
@@ -244,7 +244,7 @@ def of_process(launcher: int, index: int) -> int:
 
 @pytest.mark.long
 def test_a_process_exits_without_waiting_for_others(tmp_path: pathlib.Path) -> None:
-    """The failed process's status becomes the launcher's; an ordinary exit would hang until JAX aborts it."""
+    """A process leaves at once with its status; a normal exit would wait until JAX aborts the process."""
     done = finish(start(mode="leave", folder=tmp_path))
     assert done.status == 3 and "  | the reason\n" in done.err
     assert not alive(tmp_path)
@@ -327,7 +327,7 @@ def test_two_processes_train_like_one(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_an_error_in_a_config_is_reported_once(tmp_path: pathlib.Path) -> None:
-    """The error occurs after the processes have connected; no process waits for the others."""
+    """The error occurs in both processes after they have connected; neither waits for the other."""
     done = tiny.command(
         "lamb_tpu.launch",
         "local",

@@ -51,7 +51,7 @@ def planned(
 
 
 def run(steps: list[steps_lib.Step], start: int = 2, delete: bool = False) -> int:
-    """Runs the steps from number `start` on, by default all except the check of the config."""
+    """Runs step number `start` and all later steps; by default, all steps except the check of the config."""
     again = ["python", "-m", "lamb_tpu.launch", "tpu-vm", "--run", "--", *HOSTILE]
     return steps_lib.run(steps, start, delete, again)
 

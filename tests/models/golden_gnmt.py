@@ -1,4 +1,4 @@
-"""Reproduces recorded entries of GNMT, its search, and label smoothing."""
+"""Reproduces recorded results of published code: GNMT, its beam search, and label smoothing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def _lstms(layers: int) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def from_published(weights: Arrays, layers: int) -> dict[str, Any]:
-    """Converts the published code's parameters to ours."""
+    """Converts the published code's parameters to those of our network."""
     params: dict[str, Any] = {
         "embedding": weights["encoder.embedder.weight"],
         "encoder": {},
@@ -66,7 +66,7 @@ def from_published(weights: Arrays, layers: int) -> dict[str, Any]:
 def gradient_to_published(slope: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
     """Returns the gradient under the published code's names.
 
-    Each of its LSTMs has two biases, which get the same gradient.
+    Each LSTM of the published code has two biases, which get the same gradient.
     """
     actual = {"encoder.embedder.weight": slope["embedding"]}
     for (part, name), (prefix, suffix) in _lstms(layers).items():

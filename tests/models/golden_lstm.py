@@ -1,4 +1,4 @@
-"""Reproduces recorded layouts and training runs of LSTMs, the family `legw_lstm`."""
+"""Reproduces the recorded family `legw_lstm`: batch layouts of a text, and training runs of LSTMs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _LOSSES = {"sum_over_time": True, "mean": False}
 
 
 def ptb_batching(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Returns a short text in the layouts of TensorFlow, PyTorch and Zaremba."""
+    """Returns the batches of a short text in the layouts of TensorFlow, PyTorch and Zaremba."""
     hyper = entry["hyper"]
     count, steps = hyper["batch_size"], hyper["num_steps"]
     words = split_words(str(recorded["text"]))
@@ -126,7 +126,7 @@ def torch_lstm_lm(entry: Entry, recorded: Arrays) -> dict[str, np.ndarray]:
 
 
 def _rate(hyper: Mapping[str, Any], epochs: int, windows: int) -> optax.Schedule:
-    """Returns lr * lr_decay ^ max(epoch + 1 - max_epoch, 0), with epochs counted from 0."""
+    """Returns the schedule lr * lr_decay ^ max(epoch + 1 - max_epoch, 0), with epochs counted from 0."""
     first = max(hyper["max_epoch"], 1)
     peak = hyper["lr"] * hyper["lr_decay"] ** (first - hyper["max_epoch"])
     edges = [windows * epoch for epoch in range(first, epochs)]
@@ -137,7 +137,7 @@ def _rate(hyper: Mapping[str, Any], epochs: int, windows: int) -> optax.Schedule
 
 
 def _ours(params: Any, layers: int) -> dict[str, Any]:
-    """Converts the parameters of a PyTorch module to ours."""
+    """Converts the parameters of a PyTorch module to those of our network."""
     actual: dict[str, Any] = {
         "embedding": {"embedding": params["embed"]},
         "output": {"kernel": params["out_w"].T, "bias": params["out_b"]},

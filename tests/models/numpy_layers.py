@@ -1,4 +1,4 @@
-"""Layers in NumPy and float64, and random variables to test them."""
+"""Layers in float64 NumPy, and random variables for tests of networks."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""BERT's rules: decay and adaptation, separate ratios of stacked layers, and tensor parallelism."""
+"""BERT's rules: decay and adaptation, a separate trust ratio for each stacked layer, tensor parallelism."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The recorded layouts, perplexities and gradients of language models, reproduced."""
+"""Tests that the recorded layouts, perplexities and gradients of language models are reproduced."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Costs of each network, against published parameters and an independent count of products."""
+"""Costs of each network, compared with published numbers and with an independent count of products."""
 
 import doctest
 

@@ -108,7 +108,7 @@ def test_masks_belong_to_the_rows(dropout: str) -> None:
 
 
 def test_variational_drops_the_hidden_state_too() -> None:
-    """A row of the hidden kernel gets no gradient in two steps if the mask drops its hidden unit."""
+    """In a window of two steps, a hidden unit that the mask drops gives its kernel row no gradient."""
     model = network(dropout="variational", dropout_rate=0.5, num_layers=1)
     params = variables(model)["params"]
     lstm = params["lstm_0"]

@@ -99,7 +99,7 @@ def step(model: models.Model, axis: str | None, params: Any, state: Any, x: Any,
 
 
 def sharded(placement: str, fields: dict[str, Any]) -> Callable[..., Any]:
-    """Returns `step` of (params, state, x, w), compiled for a sharding."""
+    """Returns `step` as a function of (params, state, x, w), compiled for a sharding."""
     named = placement in ("shard_map", "pmap")
     model = models.build(
         "mlp", axis_name=("data",) if named else (), hidden_sizes=(24, 16), **fields

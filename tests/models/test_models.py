@@ -1,4 +1,4 @@
-"""Models by name, and Linen modules as two functions."""
+"""Models that are built by name, and Linen modules that are adapted to `init` and `apply`."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""NNX modules as `init` and `apply`."""
+"""NNX modules that are adapted to the functions `init` and `apply`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from lamb_tpu.models.nnx import functions
 
 
 class Network(nnx.Module):
-    """Twelve layers in a list, one of them tied, with BatchNorm, dropout, and a sown value."""
+    """Twelve layers in a list, one of which is applied twice; BatchNorm, dropout, and a sown value."""
 
     def __init__(self, width: int = 3, rate: float = 0.5, *, rngs: nnx.Rngs):
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(12)])

@@ -1,4 +1,4 @@
-"""Communication in a step with BatchNorm: sums over its groups, and no gathers."""
+"""Communication in a step with BatchNorm: sums over the groups of devices, and no gathers."""
 
 from collections.abc import Sequence
 from typing import Any

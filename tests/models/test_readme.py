@@ -39,14 +39,14 @@ def lines(folder: pathlib.Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def exported(folder: pathlib.Path, lines: list[list[str]]) -> dict[str, Any]:
-    """Returns the result of `EVALUATE` after the README's commands for plain JAX."""
+    """Runs the README's commands for plain JAX, and then returns the result of `EVALUATE`."""
     assert lines[2][2] == "--workdir=runs/jax"
     return package_pages.succeed([*lines[2:], EVALUATE], folder)[-1]
 
 
 @pytest.fixture(scope="module")
 def learned(folder: pathlib.Path, lines: list[list[str]], exported: dict[str, Any]) -> None:
-    """Runs the README's other commands."""
+    """Runs the README's commands for Linen and NNX."""
     package_pages.succeed(lines[:2], folder)
 
 

@@ -65,7 +65,7 @@ def test_forward_pass(network: type[ResNet], stem: str) -> None:
 
 
 def test_shortcuts() -> None:
-    """Only blocks that change the shape have a projection; basic blocks of the first stage do not."""
+    """Only blocks that change the shape have a projection; the first stage of basic blocks changes none."""
     for network, expected in (
         (Basic, {"stage2_block1"}),
         (Bottleneck, {"stage1_block1", "stage2_block1"}),

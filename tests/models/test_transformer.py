@@ -1,4 +1,4 @@
-"""The encoder: one layer against its formula, and options that must not change its numbers."""
+"""The encoder: one layer is compared with its formula, and options must not change the outputs."""
 
 import dataclasses
 import math
@@ -138,7 +138,7 @@ def test_remat_changes_no_number(scan_layers: bool) -> None:
 
 
 def residual_shapes(remat: str) -> set[tuple[int, ...]]:
-    """Returns the shapes of the residuals for one layer's backward pass."""
+    """Returns the shapes of the arrays that the forward pass stores for one layer's backward pass."""
     module = stack(num_layers=1, remat=remat)
     _, pull = jax.vjp(lambda v, x: module.apply(v, x, MASK, True), init(module), X)
     return {leaf.shape for leaf in jax.tree.leaves(pull)}

@@ -46,8 +46,8 @@ def instead(
 
     Args:
       monkeypatch: pytest's fixture.
-      outcome: maps a config and a slice to the GiB and milliseconds of a step, or to the problem of
-        the error that rejects the config. A device has 15.48 GiB.
+      outcome: maps a config and a slice's name to the GiB and milliseconds of a step, or to an error
+        text, which rejects the config. A device of v3 has 15.48 GiB.
       examples_there: number of training examples.
     """
     made: list[Spec] = []

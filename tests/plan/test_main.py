@@ -19,7 +19,7 @@ PARAMETERS = sum(WEIGHTS) + 128 + 64 + 10
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    """Runs the command with --json in a new process, because this one simulates 8 devices."""
+    """Runs the command with --json in a new process, because the test's process simulates 8 devices."""
     done = tiny.command("lamb_tpu.plan", *arguments, "--json", "--cache=none")
     assert done.returncode == 0, done.stderr
     [waiting] = done.stderr.splitlines()
@@ -92,7 +92,7 @@ def test_the_digits_step(name: str, num_devices: int, hosts: int) -> None:
 @pytest.mark.long
 @needs_compiler
 def test_hosts_with_ethernet(tmp_path: pathlib.Path) -> None:
-    """Plans one program with the torus and with 10 Gb/s between hosts."""
+    """Plans one program twice: with the slice's network, and with links of 10 Gb/s between hosts."""
     cache = f"--cache={tmp_path}"
     arguments = ("lamb_tpu.plan", DIGITS, "--topology=v3-32", cache, "--json")
     torus, slow = (
@@ -171,7 +171,7 @@ def test_the_same_plan_again(tmp_path: pathlib.Path) -> None:
 @needs_compiler
 @pytest.mark.long
 def test_the_largest_batch(tmp_path: pathlib.Path) -> None:
-    """The second search loads the programs of the first and gives the same answer."""
+    """The second search loads the cached programs of the first search and gives the same answer."""
     arguments = (
         "lamb_tpu.plan",
         "--config=configs/digits.py:batch=524288",

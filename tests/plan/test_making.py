@@ -1,4 +1,4 @@
-"""Plans of single runs, prepared without data sets and compiled."""
+"""Plans of single runs: no data set is needed; compiler crashes and changing batches are rejected."""
 
 import pytest
 from ml_collections import ConfigDict

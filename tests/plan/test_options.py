@@ -1,4 +1,4 @@
-"""Checks of the options, before anything is compiled."""
+"""Checks of the command's options, which precede any compilation."""
 
 import math
 from typing import Any

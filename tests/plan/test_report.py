@@ -1,4 +1,4 @@
-"""Text and JSON of a plan that is written by hand."""
+"""Text and JSON of a plan whose values are set by the test, without a compiler."""
 
 import dataclasses
 import json

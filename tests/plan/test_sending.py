@@ -1,4 +1,4 @@
-"""Bytes that a step sends, and its bottleneck, for schedules that are written by hand."""
+"""Bytes that a step sends, and the bottleneck of the step, for schedules that the tests construct."""
 
 from lamb_tpu.cost.hlo import Array
 from lamb_tpu.cost.timeline import Event, Timeline

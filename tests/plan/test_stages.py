@@ -70,7 +70,7 @@ def test_sums_over_stages() -> None:
 @pytest.mark.long
 @needs_compiler
 def test_a_plan_of_several_stages() -> None:
-    """Plans DGC with a warm-up of one stage, and 10 Gb/s between hosts."""
+    """Plans DGC, with a warm-up of one stage, for links of 10 Gb/s between hosts."""
     config = tiny.change(
         config_of("digits.py:batch=256"),
         {

@@ -1,4 +1,4 @@
-"""Totals of a run, and its input in comparison with measured rates."""
+"""Totals of a run, and the CPU cores that its input needs at measured rates."""
 
 import re
 
