@@ -5,7 +5,7 @@
 
 `prepare` needs the extra train and, unless --wheels is given, network access. `run` needs only JAX,
 Flax, Optax and Orbax; the folder holds everything else. `run` can be started again: it resumes
-unfinished runs and skips finished measurements. Afterwards, add the records in the checkout:
+unfinished runs and skips finished measurements. Afterwards, add the records to the checkout:
 
   python -m lamb_tpu.reproduce adopt OUT/mnist.json
 """

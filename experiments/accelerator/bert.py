@@ -67,7 +67,7 @@ def alone() -> Iterator[None]:
 
 
 def timed(update: Callable[[], None], finish: Callable[[], Any], seconds: float) -> float:
-    """Returns the median seconds per update of groups of four updates, after two warm-up updates."""
+    """Times groups of four updates, after two warm-up updates; returns the median seconds per update."""
     for _ in range(2):
         update()
     finish()
@@ -158,7 +158,7 @@ class Ours:
 
 
 def measure_largest(job: Ours) -> None:
-    """Measures larger batches, up to the largest batch that fits; on a CPU, measures one batch."""
+    """Measures larger batches that should just fit into memory; on a CPU, measures a single batch."""
     total = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if total is None:  # a CPU
         job.measure(4)

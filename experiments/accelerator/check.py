@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
 
 
 def difference(compute: Callable[[], Any]) -> float:
-    """Returns the largest relative difference between the results on the accelerator and on the CPU."""
+    """Returns the largest relative difference between `compute()` on the accelerator and on the CPU."""
     gradients = []
     for device in (jax.devices()[0], jax.devices("cpu")[0]):
         with jax.default_device(device), jax.default_matmul_precision("float32"):

@@ -33,7 +33,7 @@ class Lines:
         return (self._part, name) in self._done
 
     def add(self, name: str, **values: Any) -> None:
-        """Appends a measurement and flushes the file, so that killing the program does not lose it."""
+        """Appends a measurement, which is then not lost if the program is killed."""
         line = json.dumps({"part": self._part, "name": name, **values})
         print(line, flush=True)
         with self._path.open("a") as file:

@@ -124,7 +124,7 @@ def _chosen(drawn: Sequence[Input], only: str | None) -> list[int]:
 def _inputs(
     options: argparse.Namespace, root: pathlib.Path, prepared: pathlib.Path
 ) -> Iterator[page.Row | forks.Command]:
-    """Yields each input with its outcome; in a child process, yields the command that it must run."""
+    """Yields each input with its outcome; in a child process, the command that the process must run."""
     drawn = draw(options.seed, options.inputs, prepared)
     chosen = _chosen(drawn, options.only)
     made = (command(drawn[number], root / f"{number:04}", prepared) for number in chosen)

@@ -1,4 +1,4 @@
-"""Bad inputs: a bad input is a working command line, and its files, with one change."""
+"""Bad inputs: working command lines and their files, each with one change."""
 
 import dataclasses
 import json

@@ -280,8 +280,8 @@ def _differences(
 def contents(case: Case, folder: pathlib.Path, end: End) -> dict[str, str]:
     """Returns digests of a command's results by name, without times and paths.
 
-    Of the checkpoints, only the arrays and the data position of the newest one count. Of pages, figures
-    and run.jsonl, only the names count. A leftover file makes a difference.
+    Of the newest checkpoint, the digests cover only the arrays and the data position; of pages, figures
+    and run.jsonl, only the names. Leftover files have digests too, and so count as differences.
     """
     if not case.result:
         return {"standard output": _digest(_plain(json.loads(end.out)))}

@@ -47,7 +47,7 @@ def classify(end: End, statuses: Collection[int] = ()) -> str:
 
     Args:
       end: how the command ended.
-      statuses: nonzero exit statuses that need no error message, such as the status after a closed pipe.
+      statuses: nonzero exit statuses that need no error message, such as 141 after writing to a closed pipe.
 
     >>> classify(End(2, "", "error: --seeds=-1 must be at least 1\\n", 0.1))
     'rejected'

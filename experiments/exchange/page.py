@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 
 def shown(saved: SavedRows) -> list[str]:
-    """Returns the methods of the table: those with a compiled program for some model."""
+    """Returns the methods of the table: those compiled for at least one model, without aps e3m0."""
     return [
         method
         for method in METHODS
@@ -80,7 +80,7 @@ def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
 
 
 def wire_lines(saved: SavedRows) -> Iterator[tuple[Mapping[str, Any], float, float]]:
-    """Yields the row, the minimum bytes, and sent / minimum bytes of each exchange among all devices."""
+    """Yields (row, minimum bytes, sent bytes / minimum bytes) for each exchange among all devices."""
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
             row = saved.get(case.key)

@@ -127,7 +127,7 @@ def sent_bytes(scaling_law: Law, devices: int) -> float:
 
 @functools.cache
 def step_seconds(model: str) -> float | None:
-    """Returns the compiler's computation time of a step; None if ../plan/rows.json lacks it."""
+    """Returns the compiler's estimate of a step's computation time; None if ../plan/rows.json lacks it."""
     row = load_rows().get(MODELS[model].step.key(STEP_SLICE))
     return None if row is None else float(row["compute"])
 

@@ -99,7 +99,7 @@ def keep(plan: Plan, phase: Phase, topology: str, saved: dict[str, dict[str, Any
 
 
 def add(row: logged.Row, saved: dict[str, dict[str, Any]], cache: Cache) -> None:
-    """Adds a run to the calibration, fits again, and prints the run beside its plan.
+    """Adds a run to the calibration, fits again, and prints the run's measured and planned times.
 
     Raises:
       UserError: the run was added before, or its config compiles to a program that differs from the run's.

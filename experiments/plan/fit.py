@@ -66,9 +66,9 @@ class Fit:
 
     Attributes:
       network: 1 / efficiency, microseconds of a hop, microseconds of a collective.
-      generations: computation time of each generation relative to the compiler's estimate; 1 for
-        `BASE`.
-      factors: computation time of each source relative to the compiler's estimate.
+      generations: `generation` in the module's formula, by version; 1 for `BASE`.
+      factors: `factor` in the module's formula, by source: the computation time relative to the compiler's
+        estimate.
     """
 
     network: tuple[float, ...]
@@ -77,12 +77,12 @@ class Fit:
 
     @property
     def generation(self) -> float:
-        """The factor of a generation without runs: the geometric mean over the others."""
+        """The factor of a generation without runs: the geometric mean over the generations with runs."""
         return statistics.geometric_mean(self.generations.values())
 
     @property
     def factor(self) -> float:
-        """The factor of a program that nobody has run: the median over the sources."""
+        """The factor of a program without runs: the median over the sources."""
         return statistics.median(self.factors.values())
 
     def network_seconds(self, sample: Sample) -> float:
@@ -90,7 +90,7 @@ class Fit:
         return float(np.dot(sample.basis, self.network))
 
     def seconds(self, sample: Sample) -> float:
-        """Returns the predicted time."""
+        """Returns the predicted time of a run."""
         factor = self.factors.get(sample.source, self.factor)
         generation = self.generations.get(sample.generation, self.generation)
         computation = factor * generation * sample.compute

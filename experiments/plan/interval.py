@@ -62,7 +62,7 @@ def width(
 
     Args:
       model: the fit.
-      samples: the runs to which it was fitted.
+      samples: the runs of the fit.
       is_seen: whether the plan's generation has runs.
       programs: the assumed spread of programs; None uses only the measured factors.
     """

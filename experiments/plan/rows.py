@@ -2,9 +2,9 @@
 
 The time that a program waits for the network is almost linear in the network constants, because
 these programs overlap little or no communication with computation. A row therefore stores, for each
-phase of a run, the computation time and three network times: with only links at full bandwidth, with
-only one microsecond per hop, and with only one microsecond per collective. The constants are fitted to
-these numbers, so programs need not be compiled again.
+phase of a run, the computation time and three network times: that of links at full bandwidth, that of
+hops of one microsecond, and that of collectives of one microsecond. The constants are fitted to these
+numbers, so programs need not be compiled again.
 """
 
 import dataclasses
