@@ -3,7 +3,7 @@
   python -m experiments.first_hour --write
 
 With --write, writes experiments/first_hour.md. Paths of this machine, times and speeds are replaced
-by words, so that the page does not depend on the machine. The walk fails if a command ends with
+by words, so that the page does not depend on the machine. The program fails if a command ends with
 an unexpected status, prints a traceback, or prints a line wider than 80 columns that is neither an
 error nor a row of a table.
 """

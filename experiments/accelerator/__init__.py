@@ -1,1 +1,1 @@
-"""Measurements in order of value, for an accelerator that is available for a few minutes."""
+"""Measurements for an accelerator that is available for a few minutes, the most valuable first."""

@@ -1,11 +1,11 @@
-"""Prepares a folder for a machine with an accelerator and no package index, and measures there.
+"""Prepares a folder for a machine with an accelerator and no package index, and measures on that machine.
 
   python -m experiments.accelerator prepare FOLDER --data=DATA
   python -m experiments.accelerator run FOLDER --minutes=9 --out=OUT
 
-`prepare` needs the extra train, and the network unless --wheels is given. `run` needs only JAX,
+`prepare` needs the extra train and, unless --wheels is given, network access. `run` needs only JAX,
 Flax, Optax and Orbax; the folder holds everything else. `run` can be started again: it resumes
-unfinished runs and skips finished measurements. Afterwards, in the checkout:
+unfinished runs and skips finished measurements. Afterwards, add the records to the checkout:
 
   python -m lamb_tpu.reproduce adopt OUT/mnist.json
 """

@@ -1,12 +1,12 @@
 """BERT-Large's bfloat16 update with LAMB at 128 and 512 tokens, compared with PyTorch's.
 
-Our update is that of `configs/bert_pretrain.py`, on batches of real text. The PyTorch peer is
-transformers' network with scaled-dot-product attention under autocast and torch.compile, with
-timm's LAMB and with PyTorch's fused AdamW. It gets the same batches, and its heads predict only the
-masked positions, as ours do. Both use dropout. Our step compiles while PyTorch measures, but only
-one of the two libraries uses the device at a time. JAX keeps memory that it has allocated, so the largest
-batches are measured after PyTorch has ended. MFU is model FLOPs (`lamb_tpu.cost.flops`, the same
-count for both) divided by time and peak FLOP/s.
+Our update is that of `configs/bert_pretrain.py`, on batches of real text. The PyTorch peer is the
+network of the package transformers, with scaled-dot-product attention, autocast and torch.compile. It
+is measured twice: with timm's LAMB and with PyTorch's fused AdamW. The two networks get the same
+batches, use dropout, and predict only the masked positions. Our step compiles while PyTorch measures,
+but only one of the two libraries uses the device at a time. JAX keeps memory that it has allocated, so
+the largest batches are measured after PyTorch has ended. MFU is model FLOPs (`lamb_tpu.cost.flops`, the
+same number for both networks) divided by the time and by the device's peak FLOP/s.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _SMALL = {"num_layers": 2, "hidden_size": 128, "num_heads": 2, "intermediate_siz
 
 
 def config_of(length: int, batch: int, data: pathlib.Path, small: bool) -> Spec:
-    """Returns the shipped recipe's config for a phase, with this batch size and the folder's text."""
+    """Returns bert_pretrain's config with sequences of `length` tokens, this batch size and this text."""
     changes: dict[str, Any] = {
         "batch_size": batch,
         "duration": "1000 steps",
@@ -59,7 +59,7 @@ def config_of(length: int, batch: int, data: pathlib.Path, small: bool) -> Spec:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Waits until no other process measures, and makes other processes wait."""
+    """Waits until no other process measures; other processes wait until the block ends."""
     path = pathlib.Path(tempfile.gettempdir()) / f"lamb_tpu_device_{os.getuid()}"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,7 +67,7 @@ def alone() -> Iterator[None]:
 
 
 def timed(update: Callable[[], None], finish: Callable[[], Any], seconds: float) -> float:
-    """Returns the median seconds of an update, timed in groups of four after two warm-up updates."""
+    """Times groups of four updates, after two warm-up updates; returns the median seconds per update."""
     for _ in range(2):
         update()
     finish()
@@ -93,14 +93,14 @@ def rates(run: Run, seconds: float, peak: float | None) -> dict[str, Any]:
 
 
 class Ours:
-    """Our update at one length; `needs` maps each compiled batch size to the bytes that it needs."""
+    """Our update at one sequence length; `needs` maps each compiled batch size to its bytes of memory."""
 
     def __init__(self, length: int, options: Any, output: lines.Lines) -> None:
         self._length, self._options, self._output = length, options, output
         self.needs: dict[int, int] = {}
 
     def measure(self, batch: int) -> bool:
-        """Compiles and times one batch; returns whether it fits."""
+        """Compiles and times the update at a batch size; returns whether the batch fits into memory."""
         name = f"ours, {self._length} tokens, batch {batch}"
         options, began = self._options, time.perf_counter()
         run = prepare(config_of(self._length, batch, options.data, options.small), None)
@@ -158,7 +158,7 @@ class Ours:
 
 
 def measure_largest(job: Ours) -> None:
-    """Measures larger batches, up to the largest batch that fits; on a CPU, measures one batch."""
+    """Measures larger batches that should just fit into memory; on a CPU, measures a single batch."""
     total = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if total is None:  # a CPU
         job.measure(4)
@@ -173,7 +173,7 @@ def measure_largest(job: Ours) -> None:
 
 
 def peer_loss(torch: Any, network: Any) -> Any:
-    """Returns a module that maps one of our batches to the loss at the masked positions."""
+    """Returns a module that maps one of our batches to the loss: masked words plus next sentence."""
     functional = torch.nn.functional
 
     class Loss(torch.nn.Module):
@@ -298,7 +298,7 @@ def _measure_peer(
 
 
 def main(options: Any) -> None:
-    """Measures our update in this process, and PyTorch's in another one."""
+    """Measures our update in this process, and PyTorch's update in a second process."""
     output = lines.Lines(options.out, "bert")
     if options.peer:
         measure_peer(options, output)

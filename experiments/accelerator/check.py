@@ -1,7 +1,7 @@
-"""Describes the machine, and checks its results, its data and a smoke run.
+"""Describes the machine, and checks its data, a smoke run, and its numerical results.
 
-Each update is computed in float32 with full precision, on the accelerator and on the CPU of the
-same machine. The results must agree.
+LAMB updates and gradients are computed in float32 with full precision, on the accelerator and on the
+CPU of the same machine. The results must agree.
 """
 
 import importlib.metadata
@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
 
 
 def difference(compute: Callable[[], Any]) -> float:
-    """Returns the largest relative difference between the results on the accelerator and on the CPU."""
+    """Returns the largest relative difference between `compute()` on the accelerator and on the CPU."""
     gradients = []
     for device in (jax.devices()[0], jax.devices("cpu")[0]):
         with jax.default_device(device), jax.default_matmul_precision("float32"):
@@ -66,7 +66,7 @@ def difference(compute: Callable[[], Any]) -> float:
 
 
 def lamb_update() -> Any:
-    """Returns the parameters after three LAMB updates, with separate layers and with stacked layers."""
+    """Returns parameters of separate and of stacked layers after three LAMB updates."""
     rng = np.random.default_rng(0)
     shapes = {"kernel": (300, 200), "layers": (4, 50, 60), "bias": (200,)}
     params, grads = (
@@ -83,7 +83,7 @@ def lamb_update() -> Any:
 
 
 def gradient(network: Network) -> Callable[[], Any]:
-    """Returns a function that computes a network's loss and gradient from a fixed start."""
+    """Returns a function that computes a network's loss and gradient at fixed parameters."""
     run = prepare(config_of(network), None)
     task, batch = run.plain_task, run.train_set.gather(np.arange(network.batch))
     with jax.default_device(jax.devices("cpu")[0]):

@@ -4,7 +4,7 @@ FOLDER/wheels/*.whl                    packages that the machine lacks
 FOLDER/data/mnist/*.gz                 MNIST's original files
 FOLDER/data/cifar10/*.npz              CIFAR-10 as JPEGs of quality 75
 FOLDER/data/bert/text                  a tokenized text, with BERT's vocabulary
-FOLDER/commit.json                     the tree's commit, and the digest of its code
+FOLDER/commit.json                     the source tree's commit, and a digest of the tree's code
 """
 
 import io
@@ -63,11 +63,11 @@ assert len(data.load("masked_lm", "text", source_dir=folder + "/bert")) > 0
 def prepare(
     folder: pathlib.Path, data: pathlib.Path, text: str, wheels: pathlib.Path | None
 ) -> Iterator[str]:
-    """Makes the folder, and checks that a copy of the source tree can read its data.
+    """Makes the folder, and checks that a copy of the source tree can read the folder's data.
 
     Args:
       folder: the folder; existing content is replaced.
-      data: folder that contains a folder for each data set.
+      data: folder with a subfolder for each data set.
       text: glob pattern of the text files.
       wheels: folder with the wheels; None downloads them.
 
@@ -101,9 +101,9 @@ def prepare(
 
 
 def check(folder: pathlib.Path) -> None:
-    """Reads each data set of the folder in a copy of the tree without git.
+    """Reads each data set of the folder with the code of a copy of the source tree, without git.
 
-    Under Python 3.12 the packages come from the folder's wheels.
+    Under Python 3.12, the packages come from the folder's wheels.
 
     Raises:
       UserError: a wheel is damaged or cannot be installed, the copied code differs from its commit, or
@@ -164,7 +164,7 @@ def check(folder: pathlib.Path) -> None:
 
 
 def num_bytes(folder: pathlib.Path) -> int:
-    """Returns the size of all files of a folder."""
+    """Returns the total size of a folder's files, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,4 +1,4 @@
-"""Measurements of one part, appended to a JSON-lines file without duplicates."""
+"""Measurements of one part of the program, appended to a JSON-lines file without duplicates."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ class Lines:
 
     Args:
       path: the file; several processes may append to it.
-      part: name of the part that measures.
+      part: name of the part of the program.
     """
 
     def __init__(self, path: pathlib.Path, part: str) -> None:
@@ -33,7 +33,7 @@ class Lines:
         return (self._part, name) in self._done
 
     def add(self, name: str, **values: Any) -> None:
-        """Appends a measurement and flushes it, so that a kill does not lose it."""
+        """Appends a measurement, which is then not lost if the program is killed."""
         line = json.dumps({"part": self._part, "name": name, **values})
         print(line, flush=True)
         with self._path.open("a") as file:

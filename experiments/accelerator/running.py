@@ -1,6 +1,6 @@
-"""Runs the parts in order of value, each in a process with a time limit; needs only Python.
+"""Runs the parts, the most valuable first, each in a process with a time limit; needs only Python.
 
-`OUT` receives at most these files. At any time, each file is complete up to the last measurement:
+`OUT` receives at most these files. If the program is killed, they have all completed measurements:
 
     report.jsonl         a line for each part: how it ended, and how long it took
     measurements.jsonl   a line for each number that `check`, `bert` and `speed` measure
@@ -114,7 +114,7 @@ def run(folder: pathlib.Path, out: pathlib.Path, seconds: float, small: bool = F
       small: whether to use small shapes and smoke runs, to test the program on a CPU.
 
     Raises:
-      UserError: the folder is incomplete, or `out` cannot be written.
+      UserError: the folder is incomplete, or `out` is not writable.
     """
     began = time.monotonic()
     folder, out = folder.absolute(), out.absolute()
@@ -175,7 +175,7 @@ def _environment(folder: pathlib.Path, work: pathlib.Path) -> dict[str, str]:
 def _install(
     folder: pathlib.Path, work: pathlib.Path, out: pathlib.Path, end: float, grace: float
 ) -> str:
-    """Installs the wheels of missing packages; returns how that ended."""
+    """Installs the wheels of missing packages; returns how the installation ended."""
     site = work / "site"
     if site.exists():
         return "complete"
@@ -223,7 +223,7 @@ def _run_part(
     grace: float,
     small: bool,
 ) -> str:
-    """Runs a part with a time limit; returns how it ended."""
+    """Runs a part with a time limit; returns how the part ended."""
     limit = max(1.0, until - time.monotonic() - 2 * grace)
     command = [
         sys.executable,
@@ -244,9 +244,10 @@ def _run_part(
 def _wait(
     command: list[str], environment: dict[str, str], log: IO[bytes], until: float, grace: float
 ) -> str:
-    """Runs a command with a time limit, in a process group that ends with it.
+    """Runs a command with a time limit; returns how the command ended.
 
-    `grace` seconds before the limit, the group gets SIGTERM; on this signal, runs save.
+    The command runs in a new process group, which is killed when the command ends. `grace` seconds before
+    the limit, the group gets SIGTERM; on this signal, training runs save.
     """
     process = subprocess.Popen(
         command,
@@ -284,7 +285,7 @@ def _ended(status: int, stopped: bool, group: int) -> str:
 
 @contextlib.contextmanager
 def _log(out: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """A file for a part's output; its beginning and end are appended to log.txt."""
+    """A file for a part's output; the output's beginning and end are appended to log.txt."""
     with tempfile.TemporaryFile() as file:
         try:
             yield file

@@ -1,7 +1,7 @@
-"""Times optimizer updates of BERT-Large and training steps of image networks, ours and those of peers.
+"""Times optimizer updates of BERT-Large and training steps of image networks, ours and other libraries'.
 
-The rows are those of `experiments.bench.update_speed` and `experiments.bench.step`. The contenders run one
-after another, and each measurement is written as soon as it is complete.
+The measurements are rows of `experiments.bench.update_speed` and `experiments.bench.step`. The contenders
+run one after another. Each measurement is written as soon as it is complete.
 """
 
 import os
@@ -29,7 +29,7 @@ _IMAGES = {"ResNet-50": 128, "EfficientNet-B0": 128}  # examples per batch
 
 
 def measure_updates(output: lines.Lines, layers: int, width: int) -> None:
-    """Times each update twice."""
+    """Times each optimizer's updates in two rounds."""
     makers = update_speed.makers(layers, width)
     for name in _UPDATES:
         label = f"update, {name}"
@@ -52,7 +52,7 @@ def measure_updates(output: lines.Lines, layers: int, width: int) -> None:
 
 
 def measure_steps(output: lines.Lines, rounds: int, small: bool) -> None:
-    """Times the steps of the image networks beside timm's."""
+    """Times training steps of the image networks, ours and those of timm's networks in PyTorch."""
     for name, batch in _IMAGES.items():
         label = f"step, {name}"
         if output.has(label):

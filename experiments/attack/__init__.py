@@ -1,1 +1,1 @@
-"""Fuzzing of the commands: bad inputs drawn from a seed, and commands that are killed and started again."""
+"""Fuzzing of the commands: random bad inputs, and commands that are killed and started again."""

@@ -3,10 +3,10 @@
   python -m experiments.attack --seed=0 --inputs=1000 --kills=60 --write
 
 Every input is a working command with one random change: to an argument, a config key, a record, a
-table, a cached plan, an image, a text, a stored run, a checkpoint, weights, or its process. The
-command must reject the input in one sentence, or accept it for a reason listed in `reasons`. If a command
-is killed and started again, its results must equal those of an uninterrupted command, bit for bit. The
-exit status is 1 if any input had another outcome, or if results differed after a kill.
+table, a cached plan, an image, a text, a stored run, a checkpoint, weights, or the command's process.
+The command must reject the input in one sentence, or accept it for a reason listed in `reasons`. If a
+command is killed and started again, its results must equal those of an uninterrupted command, bit for
+bit. The exit status is 1 if any input had a different outcome, or if any killed command showed a fault.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def draw(seed: int, number: int, prepared: pathlib.Path) -> list[Input]:
 
 
 def command(given: Input, root: pathlib.Path, prepared: pathlib.Path) -> forks.Command:
-    """Writes an input's files below `root` and returns its command."""
+    """Writes an input's files below `root`, and returns the input's command."""
     folder = root / "input"
     folder.mkdir(parents=True)
     inputs.make(given, folder, prepared)
@@ -124,7 +124,7 @@ def _chosen(drawn: Sequence[Input], only: str | None) -> list[int]:
 def _inputs(
     options: argparse.Namespace, root: pathlib.Path, prepared: pathlib.Path
 ) -> Iterator[page.Row | forks.Command]:
-    """Yields each input with its outcome; in a child process, yields the command that it must run."""
+    """Yields each input with its outcome; in a child process, the command that the process must run."""
     drawn = draw(options.seed, options.inputs, prepared)
     chosen = _chosen(drawn, options.only)
     made = (command(drawn[number], root / f"{number:04}", prepared) for number in chosen)

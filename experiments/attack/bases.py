@@ -1,4 +1,4 @@
-"""Prepared folders that inputs copy and change: a run, records, text, images, a plan cache."""
+"""Prepared folders, such as a run, text, images or cached plans; each bad input changes copies of some."""
 
 import json
 import pathlib
@@ -70,7 +70,7 @@ SENTENCES = (
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """Writes all prepared folders into a folder."""
+    """Writes all prepared folders below `folder`."""
     _text(folder)
     _images(folder / "images")
     _papers(folder / "papers")
@@ -195,7 +195,7 @@ def _images(folder: pathlib.Path) -> None:
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:
-    """Returns a PNG with this size in its header, regardless of its pixels."""
+    """Returns a PNG whose header gives this size, even if `data` has a different number of pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return (

@@ -1,7 +1,7 @@
 """Runs commands in forks of one process that has already imported their modules.
 
-A new Python process needs two seconds for its imports; a fork does not. The parent has imported JAX but
-has started no backend, so forking is safe.
+A new Python process needs two seconds for its imports; a fork needs no time for them. The parent has
+imported JAX but has started no backend, so forking is safe.
 """
 
 import gc
@@ -62,12 +62,12 @@ class Command(NamedTuple):
     """A command to run.
 
     Attributes:
-      module: as `python -m` takes it.
-      arguments: its arguments.
-      folder: its working directory, the only folder in which it should write.
+      module: name of the module, as for `python -m`.
+      arguments: the command's arguments.
+      folder: the working directory, the only folder to which the command should write.
       environment: variables to set.
-      setting: called in the child process before the command.
-      signals: (signal, seconds after the start) to send to it.
+      setting: function that is called in the child process before the command.
+      signals: a signal to send to the command, and the seconds from the start to the signal.
       cpu_seconds: CPU time after which the command counts as hung.
     """
 
@@ -90,7 +90,7 @@ class _Running(NamedTuple):
 
 
 def warm() -> None:
-    """Imports the modules that the commands import; the commands themselves run as `__main__`."""
+    """Imports what the commands import, but not the commands themselves, which run as `__main__`."""
     for name in _IMPORTED:
         importlib.import_module(name)
     # Garbage collection in a fork would copy the memory pages of all imported modules.
@@ -99,7 +99,7 @@ def warm() -> None:
 
 
 def run(commands: Iterable[Command], jobs: int) -> Iterator[tuple[int, End] | Command]:
-    """Yields (number, end) of each command as it ends.
+    """Yields each command's number and end when the command ends.
 
     In a child process, the last item is the `Command` that the child must run. The caller must pass it
     to `become` at module level, outside any function, so that the interpreter shuts down as after
@@ -218,7 +218,7 @@ def _end(running: _Running, status: int, seconds: float, stopped: str) -> End:
 
 
 def _session(leader: int) -> Iterator[tuple[int, list[str]]]:
-    """Yields the processes of a session, with the fields of their `stat`, starting at the state."""
+    """Yields the ID of each process of a session, and the fields of its `stat` file after the name."""
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rpartition(")")[2].split()
@@ -229,7 +229,7 @@ def _session(leader: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _usage(leader: int) -> tuple[float, int]:
-    """Returns the CPU seconds and resident bytes of all processes of a session."""
+    """Returns the total CPU seconds and resident bytes of a session's processes."""
     processes = [fields for _, fields in _session(leader)]
     ticks = sum(sum(map(int, fields[11:15])) for fields in processes)
     pages = sum(int(fields[21]) for fields in processes)
@@ -237,7 +237,7 @@ def _usage(leader: int) -> tuple[float, int]:
 
 
 def _wait_for_session(leader: int) -> bool:
-    """Kills processes of a session that outlive its leader, and returns whether there were any."""
+    """Gives a session's processes two seconds to end, kills the rest, and returns whether it killed any."""
     deadline = time.monotonic() + LEFT_SECONDS
     while any(fields[0] != "Z" for _, fields in _session(leader)):
         if time.monotonic() > deadline:

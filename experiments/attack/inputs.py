@@ -1,4 +1,4 @@
-"""Bad inputs: a command line and its files with one change."""
+"""Bad inputs: working command lines and their files, each with one change."""
 
 import dataclasses
 import json
@@ -119,17 +119,17 @@ class Input:
     """A command line with one change.
 
     Attributes:
-      area: the area of input.
-      change: the type of the change.
-      location: the location of the change.
-      module: the command, as `python -m` takes it.
-      arguments: its arguments; '@' is the folder of the input.
-      bases: names of prepared folders to copy into the folder.
-      files: further files: text, bytes, one of `SPECIAL`, or a function of the file's current bytes.
+      area: the area, such as 'images'.
+      change: the type of the change, such as 'truncated'.
+      location: what is changed, such as a file, key or argument.
+      module: name of the command's module, as for `python -m`.
+      arguments: the command's arguments; '@' is the folder of the input.
+      bases: names of prepared folders to copy into the input's folder.
+      files: further files by name: text, bytes, one of `SPECIAL`, or a function of the file's current bytes.
       environment: variables to set.
       statuses: exit statuses that need no error message.
-      setting: change to the process, see `areas.processes`.
-      signals: (signal, seconds after the start) to send.
+      setting: name of a change to the process, a key of `areas.processes.SETTINGS`; '' if none.
+      signals: a signal to send to the command, and the seconds from the start to the signal.
     """
 
     area: str
@@ -147,7 +147,7 @@ class Input:
     signals: tuple[int, float] | None = None
 
     def command(self) -> str:
-        """Returns the command as one line, with long words cut."""
+        """Returns the command as one line, with long words shortened."""
         words = (
             word if len(word) <= 80 else f"{word[:60]}...({len(word)})"
             for word in map(ascii, self.arguments)
@@ -191,7 +191,7 @@ def flag(name: str, value: str) -> str:
 
 
 def change_json(rng: random.Random, text: str) -> tuple[str, str, str]:
-    """Changes one value of a JSON document; returns the document, the change, and the key."""
+    """Changes one value of a JSON document; returns the new document, the change, and the value's key."""
     document = [json.loads(text)]  # in a list, so that the document itself is also a candidate
     parent, key = rng.choice(_elements(document))
     change, value = rng.choice(list(JSON.items()))
@@ -219,9 +219,10 @@ def change_line(rng: random.Random, text: str) -> tuple[str, str, str]:
 def damage(
     rng: random.Random, prepared: pathlib.Path, name: str, share: float = 0.35
 ) -> tuple[str | Callable[[bytes], bytes], str, str]:
-    """Damages a prepared file; returns its content, the change, and the location of the change.
+    """Returns damaged content of a prepared file, the change, and the location of the change.
 
-    In a JSON file, either a value is changed or, with probability `share`, bytes are damaged.
+    In a JSON file, a value is changed; with probability `share`, bytes are damaged instead. The content
+    can be a function of the old content.
     """
     if name.endswith((".json", ".jsonl")) and rng.random() >= share:
         change = change_line if name.endswith(".jsonl") else change_json
@@ -243,7 +244,7 @@ def _elements(node: Any) -> list[tuple[Any, Any]]:
 
 
 def damages(rng: random.Random) -> tuple[str, str | Callable[[bytes], bytes]]:
-    """Draws a change that damages any file: its name, and the new content or a function of the old."""
+    """Draws a change for any file: the change's name, and new content or a function of the old content."""
     number = rng.random()
     return rng.choice(
         [

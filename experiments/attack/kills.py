@@ -1,4 +1,4 @@
-"""Kills commands at random moments, restarts them, and compares results with uninterrupted commands."""
+"""Kills and restarts commands, and compares their results with those of uninterrupted commands."""
 
 import hashlib
 import itertools
@@ -40,8 +40,8 @@ class Case(NamedTuple):
     Attributes:
       name: recipe or tool.
       module: the module's name after 'lamb_tpu.'.
-      arguments: its arguments; '@' is its folder.
-      result: file or folder of its results; '' if the result is its standard output.
+      arguments: the command's arguments; '@' is the command's folder.
+      result: file or folder of the command's results; '' if the result is the standard output.
       bases: names of prepared folders to copy into the command's folder.
     """
 
@@ -53,12 +53,12 @@ class Case(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A kill and its outcome.
+    """A kill and its outcome, or a fault that appears only after a case's last start.
 
     Attributes:
       case: the name of the command.
-      signal: the name of the signal.
-      seconds: from the start to the signal.
+      signal: the name of the signal; '' for a fault after the last start.
+      seconds: the time from the start to the signal.
       status: exit status of the killed command.
       fault: what was wrong; '' if nothing was.
     """
@@ -151,7 +151,7 @@ CASES = (
 
 
 def schedule(seed: int, number: int) -> dict[str, list[tuple[signal.Signals, float]]]:
-    """Returns the kills of each case: the signal, and the fraction of the uninterrupted time."""
+    """Returns each case's kills: a signal, and its moment as a fraction of the time without interruption."""
     rng, moments = random.Random(seed), dict[str, list[tuple[signal.Signals, float]]]()
     for index in range(number):
         iteration, case_index = divmod(index, len(CASES))
@@ -168,19 +168,19 @@ def attack(
     make: Callable[[Case, pathlib.Path], None],
     jobs: int,
 ) -> Iterator[list[Kill] | Command]:
-    """Yields the kills; in a child process, yields the command that the process must run.
+    """Yields the list of all kills; in a child process, yields the command that the process must run.
 
-    Every case runs once without interruption. Then it is started in another folder, killed, started
-    again, and so on; its last start is not killed. If a start ends before its signal, the next one
-    begins in an empty folder. Results are compared at the end, because reading checkpoints starts JAX,
-    and a process that has started JAX cannot fork.
+    Every case runs once without interruption. In another folder, the case is then started, killed and
+    started again until all its kills are made; its last start is not killed. If the command completes
+    before its signal, it is started again in an empty folder. Results are compared at the end, because
+    reading checkpoints starts JAX, and a process that has started JAX cannot fork.
 
     Args:
       seed: seed of the random moments.
       number: number of kills.
       root: folder of all cases.
       make: writes the prepared folders of a case into its folder.
-      jobs: number of cases that run side by side.
+      jobs: number of cases that run at the same time.
     """
     left, kills = schedule(seed, number), list[Kill]()
     cases = [case for case in CASES if case.name in left]
@@ -263,7 +263,7 @@ def _fault(end: End, sent: signal.Signals, folder: pathlib.Path) -> str:
 def _differences(
     case: Case, first: pathlib.Path, alone: End, second: pathlib.Path, last: End
 ) -> Iterator[Kill]:
-    """Yields a fault for each difference between a case's results in `first` and `second`."""
+    """Yields a fault if a command failed, or if a case's results in `first` and `second` differ."""
     for end, name in ((alone, "alone"), (last, "the last start")):
         if end.status or end.stopped:
             words = " ".join((end.err or end.out).split())[-300:]
@@ -278,10 +278,10 @@ def _differences(
 
 
 def contents(case: Case, folder: pathlib.Path, end: End) -> dict[str, str]:
-    """Returns digests of a command's results, without times and paths.
+    """Returns digests of a command's results by name, without times and paths.
 
-    The newest checkpoint is reduced to its arrays and data position, and records to their values. Of
-    pages, figures and run.jsonl, only the names are compared. A leftover file is a difference.
+    Of the newest checkpoint, the digests cover only the arrays and the data position; of pages, figures
+    and run.jsonl, only the names. Leftover files have digests too, and so count as differences.
     """
     if not case.result:
         return {"standard output": _digest(_plain(json.loads(end.out)))}
@@ -342,7 +342,7 @@ def _arrays(folder: pathlib.Path) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Returns a JSON document without measured values."""
+    """Returns a JSON document without measured values and paths, which may differ between runs."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items() if not _MEASURED.search(key)}
     return [_plain(each) for each in node] if isinstance(node, list) else node

@@ -29,10 +29,10 @@ class End:
     """The end of a command.
 
     Attributes:
-      status: exit status; negative for the signal that ended it.
-      out, err: its output.
+      status: exit status; if a signal ended the command, the negative number of the signal.
+      out, err: standard output and standard error.
       seconds: wall time.
-      stopped: `HANG`, `MEMORY` or `LEFT` if it exceeded a limit, else ''.
+      stopped: `HANG`, `MEMORY` or `LEFT` if the command exceeded a limit, else ''.
     """
 
     status: int
@@ -47,7 +47,7 @@ def classify(end: End, statuses: Collection[int] = ()) -> str:
 
     Args:
       end: how the command ended.
-      statuses: nonzero exit statuses that need no error message, such as that of a closed pipe.
+      statuses: nonzero exit statuses that need no error message, such as 141 after writing to a closed pipe.
 
     >>> classify(End(2, "", "error: --seeds=-1 must be at least 1\\n", 0.1))
     'rejected'

@@ -1,4 +1,4 @@
-"""The report of a fuzzing session: input counts, accepted inputs with reasons, killed commands."""
+"""The report of a fuzzing session: counts of inputs, reasons for accepted inputs, killed commands."""
 
 import collections
 import os
@@ -73,7 +73,7 @@ def accepted(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def killed(killed_runs: Sequence[kills.Kill]) -> list[list[str]]:
-    """Returns a table of the kills of each command: their number by signal, and the faults they caused."""
+    """Returns a table with each command's number of kills by signal, and the faults after these kills."""
     names = list(dict.fromkeys(kill.case for kill in killed_runs))
     signals = ("SIGKILL", "SIGTERM", "SIGINT")
     shown = [["command", *signals, "killed at, s", "faults"]]
@@ -101,7 +101,7 @@ def markdown(table: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str
 def text(
     rows: Sequence[Row], killed_runs: Sequence[kills.Kill], command: str, seconds: float
 ) -> str:
-    """Returns the page."""
+    """Returns the page as Markdown."""
     area_counts = markdown(counts(rows), range(1, len(OUTCOMES) + 2))
     meanings = "\n".join(f"- {name}: {meaning}." for name, meaning in MEANINGS.items())
     sent = sum(bool(kill.signal) for kill in killed_runs)

@@ -7,7 +7,7 @@ from experiments.attack.inputs import Input
 
 
 class Reason(NamedTuple):
-    """A reason, with regular expressions for the areas, changes and locations to which it applies."""
+    """A reason; regular expressions select the changes and locations of an area to which it applies."""
 
     area: str
     change: str

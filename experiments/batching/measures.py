@@ -3,9 +3,9 @@
   python -m experiments.batching.measures --workdir=runs/measures --write
 
 The run trains a small BERT on the text that comes with Python, so nothing is downloaded. It records
-the noise scale and SimiGrad's cosine between the gradients of two half batches. Branches from its
-checkpoints at several batch sizes then measure the critical batch. All of this takes about 20
-minutes on two cores. If the command is interrupted, start it again: it resumes.
+the noise scale and SimiGrad's cosine between the gradients of two half batches. Then branches at
+several batch sizes, which start from the run's checkpoints, measure the critical batch. In total, this
+takes about 20 minutes on two cores. An interrupted command resumes if it is started again.
 
 With --write, the command also writes the record, the figure and the page beside this file. Without
 --workdir, the figure and the page are made from the committed record.
@@ -88,7 +88,7 @@ SCALES = {
 
 
 def make(workdir: str, scale: str) -> dict[str, Any]:
-    """Trains the missing updates of the run and the missing branches, and returns their record.
+    """Trains what is missing of the run and its branches, and returns the record of the measures.
 
     Args:
       workdir: folder of the run.
@@ -202,7 +202,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def draw(study: Mapping[str, Any]) -> Figure:
-    """Plots the batch sizes that the measures give over training, and the cosine below them."""
+    """Plots the batch sizes that the three measures imply, and in a lower panel the cosine."""
     figure = style.figure(style.WIDTH, 6.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps, means, batch = study["step"], smooth(study["cosine"]), study["batch"]

@@ -3,9 +3,10 @@
   python -m experiments.bench.agreement --write
 
 The recipe digits starts in three processes on this machine; they communicate over loopback. The
-measured time is from the start of the processes to the end of the first update. Starts with and without
-the comparison alternate. The time of the comparison is measured in process 0, which waits for the
-slowest process. CPU seconds are summed over the processes; other load hardly changes them.
+measured time is from the start of the processes to the end of the first update. The processes are
+started alternately with and without the comparison. The time of the comparison is measured in process
+0, which waits for the slowest process. CPU seconds are summed over the processes; other load hardly
+changes them.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ ARMS = ("with", "without")
 
 @contextlib.contextmanager
 def timed(seconds: list[float], compares: bool) -> Iterator[None]:
-    """Appends the time of each comparison in the block to `seconds`; skips all unless `compares`."""
+    """Appends the time of each comparison in the block to `seconds`; skips comparisons unless `compares`."""
 
     def around(function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -86,7 +87,7 @@ def start(spawned: float, compares: bool) -> dict[str, float]:
 
 
 def measure(arm: str, processes: int) -> dict[str, float]:
-    """Starts new processes; returns the result of `start` in process 0, with the CPU time of all."""
+    """Starts new processes; returns the result of process 0, with the CPU time of all processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -123,7 +124,7 @@ def measure(arm: str, processes: int) -> dict[str, float]:
 
 
 def page(results: dict[str, list[dict[str, float]]], processes: int) -> str:
-    """Returns the page; `results` maps each arm to the results of its starts."""
+    """Returns the page; `results` maps each of `ARMS` to the results of `measure`."""
     totals = {arm: [each["all"] for each in results[arm]] for arm in ARMS}
     work = {arm: [each["cpu"] for each in results[arm]] for arm in ARMS}
     ratios, work_ratios = (
@@ -159,7 +160,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measures both arms alternately, prints the page, and writes it if --write is given."""
+    """Measures with and without the comparison, prints the page, and writes it if --write is given."""
     values = flags.FLAGS
     if values.arm:
         print(json.dumps(start(values.spawned, values.arm == "with")), flush=True)

@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 
 def bert_shapes(num_layers: int, width: int, stacked: bool) -> dict:
-    """Returns the shapes of BERT's parameters; if `stacked`, those of layers have a leading layer axis.
+    """Returns the shapes of BERT's parameters; if `stacked`, the layers' shapes have a leading layer axis.
 
     BERT-Large has 24 layers of width 1,024: 336 M parameters in 398 leaves, or in 30 if stacked.
     """

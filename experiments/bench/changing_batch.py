@@ -2,7 +2,7 @@
 
   python -m experiments.bench.changing_batch --write
 
-For each network, three contenders make an update with k microbatches, which are on the device:
+For each network, three contenders make an update with k microbatches, which stay on the device:
 
 - the step compiled for this k;
 - the two programs of `parallel.changing.ChangingStep`. The host calls the first program once per
@@ -135,8 +135,8 @@ def in_program(run: Run, capacity: int) -> Iteration:
 def measure(network: Network, count: int, rounds: int, seconds: float) -> dict[str, np.ndarray]:
     """Returns wall and CPU seconds of each contender's updates.
 
-    Each array has the shape (2, n). The number of rounds n is at least `rounds`, and the rounds take at least
-    `seconds` in all.
+    Each array has the shape (2, n), for n rounds. There are at least `rounds` rounds, which together take
+    at least `seconds`.
     """
     run = run_of(network, count)
     iterations = {
@@ -163,7 +163,7 @@ def measure(network: Network, count: int, rounds: int, seconds: float) -> dict[s
 
 
 def row(name: str, batch: int, count: int, seconds: dict[str, np.ndarray]) -> str:
-    """Returns a row of a table; an absent contender has an empty cell."""
+    """Returns a row of a table; the cell of an absent contender is '-'."""
 
     def ratio(of: str, to: str) -> float:
         # Take ratios within a round, in which both contenders ran under about the same load.

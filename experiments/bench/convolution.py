@@ -1,10 +1,10 @@
-"""Time of a convolution on a CPU: JAX's, and ours, which uses forms that XLA runs fast.
+"""Time of a convolution on a CPU: JAX's, and ours, which is written in forms that XLA runs fast.
 
   python -m experiments.bench.convolution --write
 
-Times the gradients of one layer at the size that its network uses, in float32: alone, and inside a
-loop, as for a batch that is split into microbatches. The compiler options are those of a run. Both
-implementations alternate in one process, so that other load affects both. Read the ratios, not the
+Times the gradients of single layers, at the sizes that networks use, in float32: alone, and inside a
+loop, as for a batch that is split into microbatches. The compiler options are those of a run. The two
+implementations alternate in one process, so that other load affects them equally. Read the ratios, not the
 milliseconds.
 """
 

@@ -3,12 +3,13 @@
   python -m experiments.bench.cpu_profile --networks=LeNet
 
 A network can be slower here than in PyTorch for these reasons. XLA's convolutions support only
-channels-last arrays and one group, so a kernel's gradient needs transposed copies of both inputs.
-PyTorch's library, oneDNN, has kernels for gradients and for depthwise convolutions, and keeps its own layout
-from layer to layer. It fuses BatchNorm and ReLU into few passes over the images, whereas XLA makes a
-separate pass for each mean, variance, normalisation and gradient (element-wise operations and
-sums). XLA's convolutions with few input channels, as in LeNet-5, fill vector registers badly. BERT
-consists almost only of matrix products, and takes equally long in both libraries.
+channels-last arrays and one group, so a kernel's gradient needs transposed copies of the input and of
+the output's gradient. PyTorch's library, oneDNN, has routines for gradients and for depthwise
+convolutions, and keeps one array layout from layer to layer. PyTorch fuses BatchNorm and ReLU into few
+passes over the images, whereas XLA makes a separate pass for each mean, variance, normalisation and
+gradient (element-wise operations and sums). XLA's convolutions with few input channels, as in LeNet-5,
+fill vector registers badly. BERT consists almost only of matrix products, and takes equally long in
+both libraries.
 """
 
 import gzip
@@ -48,9 +49,9 @@ def kind_of(operation: str) -> str:
 def profile(update: Callable[[], None]) -> tuple[float, dict[str, float]]:
     """Returns the seconds of an update, and the seconds of its operations by type.
 
-    XLA dispatches a convolution to Eigen's threads and continues, so the profile hardly shows its time.
-    Time that no operation accounts for is therefore attributed to convolutions. Operations that run in
-    parallel each count in full.
+    XLA dispatches a convolution to Eigen's threads and continues, so the profile hardly shows the
+    convolution's time. Time that no operation accounts for is therefore attributed to convolutions.
+    Operations that run in parallel each count in full.
     """
     update()
     update()

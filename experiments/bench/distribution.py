@@ -1,4 +1,4 @@
-"""Traffic, memory, start-up time and numerical differences of a short run with many shardings.
+"""Traffic, memory, start-up time and numerical differences of short runs with many shardings.
 
   python -m experiments.bench.distribution --write
 
@@ -39,7 +39,7 @@ REFERENCE = Cell(1, 1, "replicated", "jit")
 
 
 def cells() -> list[Cell]:
-    """Returns the cells: the reference, then the reference with sums in another order, then the others."""
+    """Returns the cells: the reference, the reference with sums in a different order, and all others."""
     grid = [
         Cell(processes, devices, state, backend)
         for processes, devices in _SIZES
@@ -51,7 +51,7 @@ def cells() -> list[Cell]:
 
 
 def identity() -> dict[str, Any]:
-    """Returns everything on which a stored line depends, except its cell."""
+    """Returns the versions, the digest of the sources, and the settings on which stored lines depend."""
     sources = [*(_ROOT / "lamb_tpu").rglob("*.py"), pathlib.Path(distribution_cell.__file__)]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources)))
     return {
@@ -67,7 +67,7 @@ def identity() -> dict[str, Any]:
 def matching_lines(
     file: pathlib.Path, reference: pathlib.Path, wanted: dict[str, Any]
 ) -> list[Any]:
-    """Returns the stored lines with the identity `wanted`; deletes the other stored lines."""
+    """Returns the stored lines with the identity `wanted`, or [] without the reference; deletes the rest."""
     lines = []
     for text in file.read_text().splitlines() if file.exists() and reference.exists() else ():
         try:
@@ -128,7 +128,7 @@ def run_cell(cell: Cell, reference: pathlib.Path) -> dict[str, Any]:
 
 
 def sweep(wanted: list[Cell], folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns a line for each cell, from earlier sweeps or measured now."""
+    """Returns a line for each cell; measures the cells that earlier sweeps did not store."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Measures a short run with one sharding; `distribution.py` starts it in each process of a cell.
+"""Measures a short run with one sharding; each process that `distribution.py` starts runs this module.
 
 Process 0 prints the result as the last line of its output, one JSON object.
 """
@@ -88,7 +88,7 @@ def lowered_collectives(text: str, num_devices: int) -> list[Collective]:
 
     Args:
       text: `as_text(dialect="hlo")` of the lowered program; unlike the text of a compiled program,
-        it names operands without their types.
+        this text names operands without their types.
       num_devices: number of devices of the program.
     """
     operations = []
@@ -104,7 +104,7 @@ def lowered_collectives(text: str, num_devices: int) -> list[Collective]:
 
 
 def as_messages(operations: list[Collective]) -> list[dict[str, Any]]:
-    """Returns the operations among several devices as the dictionaries that the table needs.
+    """Returns the operations among several devices as the dictionaries that `distribution_table` reads.
 
     `sizes` has the number of values of each array that is summed, scattered or gathered; for sharded
     arrays, the number of values of the full array.
@@ -153,7 +153,7 @@ def measure(run: Run, cell: Cell, updates: int, started: float) -> dict[str, Any
       started: `time.time()` when the processes were started.
 
     Returns:
-      The figures; `params` maps paths to the final parameters.
+      The measurements; `params` maps paths to the final parameters.
     """
     lowered = run.make_train_step().lower(run.abstract_state, run.abstract_batch())
     step = lowered.compile()

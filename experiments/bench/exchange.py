@@ -3,8 +3,8 @@
   python -m experiments.bench.exchange --write
   python -m experiments.bench.exchange --topology=v3-8 --layers=24 --width=1024
 
-The gradient has the tree of BERT's parameters; the default size is small enough for 8 simulated
-devices in 24 GiB, and BERT-Large has 24 layers of width 1,024. Every exchange sums the gradient
+The gradient has the structure of BERT's parameters. The default size is small enough for 8 simulated
+devices in 24 GiB; BERT-Large has 24 layers of width 1,024. Every exchange sums the gradient
 over all devices. The exchanges alternate, so that other load affects all of them. Simulated devices
 communicate through memory, so the times are those of casts, packing and sums; the bytes sent show
 how much traffic an exchange would save on a real network. With --topology nothing runs: the time is

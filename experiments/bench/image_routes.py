@@ -1,10 +1,10 @@
 """Routes from encoded photographs to batches, for `image_throughput.py`.
 
-Each route is a function of (paths, pixels, batch, training). Using one thread, a route yields batches
-of photographs in random order, without end, together with labels. The photographs are uint8 of shape
+Each route is a function of (paths, pixels, batch, training). A route uses one thread, and yields
+batches of photographs and labels in random order, without end. The photographs are uint8 of shape
 (batch, pixels, pixels, 3); torchvision's route puts the channels before the pixels. In training, a
-route takes an Inception crop, resizes it bilinearly and flips it at random; in evaluation, it takes
-the central crop with 0.875 of the shorter side.
+route takes an Inception crop, resizes it bilinearly and flips it at random. In evaluation, a route
+takes the central crop whose side is 0.875 times the photograph's shorter side.
 """
 
 import importlib

@@ -2,11 +2,11 @@
 
   python -m experiments.bench.image_throughput --images=FOLDER --write
 
-FOLDER holds JPEG files at any depth. All routes (image_routes.py) alternate on one core in one
-process. Times are CPU times of this process, so other load matters little. Our route resizes
-bilinearly. With resize='bicubic', as in the ImageNet configs and their sources, a core reads 0.6 times
-as many images: 0.58 to 0.64 in training and 0.62 to 0.70 in evaluation, measured with the page's
-photographs and both methods in one run. PyTorch's rows need torchvision, and tf.data's rows need
+FOLDER holds JPEG files at any depth. All routes (image_routes.py) alternate on one core in one process.
+Times are CPU times of this process, so other load matters little. Our route resizes bilinearly. With
+resize='bicubic', as in the ImageNet configs and their sources, a core reads 0.6 times as many images:
+0.58 to 0.64 in training and 0.62 to 0.70 in evaluation. These ratios were measured by one run with the
+two methods on the page's photographs. PyTorch's rows need torchvision, and tf.data's rows need
 TensorFlow; lamb_tpu depends on neither.
 
 The second table gives the number of CPU cores that feed a host's eight cores of TPU v3. Each

@@ -7,7 +7,7 @@ without dropout, at the sizes of the LEGW paper's applications. Flax's layer is 
 OptimizedLSTMCell; PyTorch's is nn.LSTM (the extra `bench` installs PyTorch). The contenders alternate
 in one process, so that other load affects all of them. Read the ratios, not the milliseconds. In its
 turn, a contender makes one untimed call and then several timed calls, because PyTorch's threads spin
-for a while after its last call, and caches hold the arrays of the previous contender. A fourth
+for a while after PyTorch's turn, and caches hold the arrays of the previous contender. A fourth
 contender computes little more than the matrix products of our layers, with the same compiler options;
 the difference from our time is the cost of everything else.
 """
@@ -191,7 +191,7 @@ def table(measured: dict[Size, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measures, prints the table and writes it if asked."""
+    """Measures, prints the table, and writes it if --write is given."""
     values = flags.FLAGS
     sizes = [size for size in SIZES if size.features <= values.most_features]
     measured = {size: measure(size, values.rounds) for size in sizes}

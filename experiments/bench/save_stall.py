@@ -2,10 +2,10 @@
 
   python -m experiments.bench.save_stall
 
-Makes LAMB updates of a random state, with donated buffers as in the trainer. Rounds alternate between
-updates alone, updates while a checkpoint is written in the background, and a synchronous save. The
-loop blocks during the save's call, which copies the state off the device. Writing, compression and
-checksums run afterwards; they share cores with the updates only if the device is the CPU, as here.
+Makes LAMB updates of a random state, with donated buffers as in the trainer. Each round times updates
+alone, then updates while a checkpoint is written in the background, then a synchronous save. The loop
+blocks during the save's call, which copies the state off the device. Writing, compression and checksums
+run afterwards; they share cores with the updates only if the device is the CPU, as here.
 """
 
 import os
@@ -28,7 +28,7 @@ _NUM_LEAVES = 24
 
 
 def make_state(megabytes: int) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns parameters and both moments with this total size, and an update function that donates them."""
+    """Returns parameters and LAMB's moments of this total size, and an update function that donates them."""
     width = int((megabytes * 2**20 / 4 / 3 / _NUM_LEAVES) ** 0.5)
     keys = jax.random.split(jax.random.key(0), _NUM_LEAVES)
     params = {f"kernel{i}": jax.random.normal(key, (width, width)) for i, key in enumerate(keys)}

@@ -1,4 +1,4 @@
-"""Time of one program that updates several runs, relative to a program call for each run.
+"""Time of one program that updates several runs, relative to one program call per run.
 
   python -m experiments.bench.side_by_side --write
 
@@ -40,7 +40,7 @@ def _config(network: str) -> Any:
 
 
 def _looped(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `parallel.side_by_side.side_by_side`: loops over the runs."""
+    """Returns a loop over the runs, in place of `parallel.side_by_side.side_by_side`."""
 
     def updates(states: tuple[Any, ...], batches: tuple[Any, ...], *held: Any) -> Any:
         several = jax.lax.map(

@@ -2,8 +2,8 @@
 
   python -m experiments.bench.start_up --write
 
-Each recipe starts three times, each in a new process: without a compilation cache, with an empty
-cache, which the start fills, and with the filled cache. The times of the stages are from the first start.
+Each recipe starts three times, each time in a new process: without a compilation cache, with an empty
+cache, and with the cache that the second start has filled. The stages are timed in the first start.
 Evaluation and checkpoints are excluded. For recipes with phases, the first phase is measured.
 """
 
@@ -32,7 +32,7 @@ STAGES = ("imports", "data", "initial state", "tracing", "compiling", "first upd
 
 
 def start(recipe: str, spawned: float) -> dict[str, float]:
-    """Returns the seconds of each of `STAGES` for a start in this process.
+    """Starts a recipe in this process, and returns the seconds of each of `STAGES`.
 
     Args:
       recipe: name of a file in configs.

@@ -4,11 +4,11 @@
   python -m experiments.bench.step --platform=gpu --write
 
 Times the full update (forward, backward and LAMB) in float32: ours, and PyTorch's in eager mode and
-compiled by torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm and
-transformers. The contenders alternate in one process, so that other load affects all of them. Read
+compiled by torch.compile, with timm's Lamb. The extras `bench` and `interchange` install PyTorch, timm
+and transformers. The contenders alternate in one process, so that other load affects all of them. Read
 the ratios, not the milliseconds. On a CPU, a second table splits our time by type of operation;
-`cpu_profile` explains how, and why some networks are slower here. On a GPU both libraries may use
-TensorFloat-32 for products.
+`cpu_profile` explains how, and why some networks are slower here. On a GPU, the two libraries may use
+TensorFloat-32 for matrix products.
 """
 
 import importlib

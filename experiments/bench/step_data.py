@@ -6,7 +6,7 @@ from lamb_tpu.data import ArraySource
 
 
 def images(split: str, size: int = 28, channels: int = 1, count: int = 64) -> ArraySource:
-    """Returns random pixels with one of ten classes."""
+    """Returns images of random pixels, each with a random label of ten classes."""
     rng = np.random.default_rng(0)
     arrays = {
         "image": rng.integers(256, size=(count, size, size, channels), dtype=np.uint8),

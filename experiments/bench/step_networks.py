@@ -1,6 +1,6 @@
 """The networks of `step`, each as a config of this package and as a PyTorch module.
 
-PyTorch is imported only when a module is built, because it is in a separate extra.
+PyTorch is imported only when a module is built, because a separate extra installs PyTorch.
 """
 
 import importlib
@@ -18,10 +18,10 @@ class Network(NamedTuple):
     Attributes:
       model: fields of config.model.
       batch: examples per update.
-      pixels: height and width of its images; 0 for text.
-      channels: channels of its images.
-      peer: called with the package torch, returns the same network; raises ImportError if another
-        package that it needs is missing.
+      pixels: height and width of the images; 0 for text.
+      channels: channels of the images.
+      peer: function from the package torch to the same network as a PyTorch module; raises ImportError
+        if a further package is missing.
     """
 
     model: Mapping[str, Any]

@@ -4,14 +4,14 @@
 
 Preparation is compared with two functions of `tokenizers`: `encode_batch`, and `encode_batch_fast`,
 which computes no offsets. Both functions encode the same lines with the same vocabulary, from memory,
-and neither split sentences nor write files. They and the preparation alternate on one core. Times are
-CPU times of this process, so other load matters little.
+and neither split sentences nor write files. These functions and the preparation alternate on one core.
+Times are CPU times of this process, so other load matters little.
 
-Batches are gathered at random positions of the prepared text: with the ids in memory, and with each
-record read from its file, as for text with more than 1 GiB of ids. The last column gives the number
-of CPU cores that feed BERT-Large on one H200. The best published rate of an H200 is about 1,000 packed
-samples of 512 tokens per second (8,004 on eight, MLPerf Training 4.0); for 128 tokens, 4,000 samples
-per second are assumed.
+Batches are gathered at random positions of the prepared text. The ids are in memory or, as for text
+with more than 1 GiB of ids, are read from files. The table's last column gives the number of CPU cores
+that feed BERT-Large on one H200. The best published rate of an H200 is about 1,000 packed samples of
+512 tokens per second (8,004 on eight, MLPerf Training 4.0); for 128 tokens, 4,000 samples per second
+are assumed.
 """
 
 import os
@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def core_seconds(work: Callable[[], object]) -> float:
-    """Calls `work` and returns the CPU seconds that all threads of this process used in the meantime."""
+    """Calls `work`, and returns the CPU seconds that all threads of this process used during the call."""
     start = time.process_time()
     work()
     return time.process_time() - start
@@ -102,7 +102,7 @@ def preparation(files: list[str], folder: pathlib.Path, rounds: int) -> list[tup
 
 
 def gathering(prepared: pathlib.Path, batches: int) -> list[tuple[str, str, float, float]]:
-    """Returns (options, where ids are read from, examples/s per core, cores that feed one H200)."""
+    """Returns rows (options, where ids are read from, examples/s per core, cores that feed one H200)."""
     rows = []
     for in_memory, where in ((True, "memory"), (False, "files")):
         shards = TokenShards(prepared, in_memory)

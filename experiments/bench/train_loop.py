@@ -8,9 +8,9 @@ that stays on the device. The benchmark prints the ratio of the two rates, the s
 update, and the number of compilations of the step.
 
 With --only_host, the host's time per update is measured instead, with a step that computes nothing.
-Rounds alternate between one update per call, --updates_per_call updates per call, and as many updates
-with the training set held on the device, as on an accelerator. The host never waits for the device,
-so the host's time is the shortest step that it can keep up with.
+Three variants alternate: one update per call, --updates_per_call updates per call, and the same number
+of updates per call with the training set held on the device, as on an accelerator. The host never waits
+for the device, so the host's time is the shortest step time that the host can keep up with.
 
   python -m experiments.bench.train_loop --only_host --networks=lenet --steps=500
   python -m experiments.bench.train_loop --only_host --networks=davidnet --steps=500 \
@@ -58,7 +58,7 @@ class CompileCounter:
 
 
 def config_for(network: str):
-    """Returns the recipe's config, shortened to the updates before the first record and the timed updates."""
+    """Returns the recipe's config, shortened to the updates of the first record and --steps timed updates."""
     if network == "davidnet":
         config = cifar10.get_config("data=cifar10_jpeg")
     else:

@@ -1,11 +1,11 @@
-"""Time of the optimizer update for BERT-Large: ours, Optax's and timm's.
+"""Time of the optimizer update for BERT-Large: ours, Optax's, timm's and PyTorch's.
 
   python -m experiments.bench.update_speed --write
 
 Times `tx.update` and `optax.apply_updates` together, jitted, with donated buffers, in float32. Also
-times the step of timm's Lamb under PyTorch, which the extra `bench` installs. The contenders
-alternate in one process, so that other load affects all of them; each allocates new buffers and frees
-them. Read the ratios, not the milliseconds.
+times the steps of timm's Lamb and PyTorch's AdamW; the extra `bench` installs PyTorch and timm. The
+contenders alternate in one process, so that other load affects all of them. In each turn, a contender
+allocates new buffers and frees them. Read the ratios, not the milliseconds.
 """
 
 import functools
@@ -136,7 +136,7 @@ def makers(num_layers: int, width: int) -> dict[str, Callable[[], Contender]]:
 
 
 def contenders(num_layers: int, width: int) -> dict[str, Contender]:
-    """Returns every row, compiled."""
+    """Compiles every contender, and returns the contenders by the names of their rows."""
     return {name: make() for name, make in makers(num_layers, width).items()}
 
 

@@ -31,9 +31,9 @@ class Line(NamedTuple):
     Attributes:
       network: name of the network.
       devices: number of devices.
-      cells: a text for each method.
+      cells: the time with each method, as text.
       winner: the fastest method.
-      over: the winner's speed-up over bfloat16 and over float32; '' if that method is not compiled.
+      over: the winner's speed-ups over bfloat16 and over float32; '' for a method that is not compiled.
     """
 
     network: str
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 
 def shown(saved: SavedRows) -> list[str]:
-    """Returns the methods of the table: those with a compiled program for some model."""
+    """Returns the methods of the table: those compiled for at least one model, without aps e3m0."""
     return [
         method
         for method in METHODS
@@ -80,7 +80,7 @@ def lines_of(saved: SavedRows, model: str) -> Iterator[Line]:
 
 
 def wire_lines(saved: SavedRows) -> Iterator[tuple[Mapping[str, Any], float, float]]:
-    """Yields each program over all devices: its row, its minimum number of bytes, and sent / minimum."""
+    """Yields (row, minimum bytes, sent bytes / minimum bytes) for each exchange among all devices."""
     for topology in ("v5e-16", "v3-128"):
         for case in cases():
             row = saved.get(case.key)
@@ -138,7 +138,7 @@ def text(saved: SavedRows) -> str:
 
 
 def _components(saved: SavedRows, model: str) -> Iterator[tuple[str, Time]]:
-    """Yields each method and its time with `IN_FIGURE` devices on the slowest network."""
+    """Yields each method, and the step time with `IN_FIGURE` devices on the slowest network."""
     for method, each in scaling.best(saved, model, IN_FIGURE, SLOWEST).items():
         if method in shown(saved):
             yield method, each
@@ -164,7 +164,7 @@ def _cell(time: Time | None, is_winner: bool) -> str:
 
 
 def draw(saved: SavedRows) -> str:
-    """Plots the time of a step by devices and network, as SVG."""
+    """Plots the time of a step by number of devices and by network, as SVG."""
     known = [model for model in MODELS if any(lines_of(saved, model))] or list(MODELS)
     rates = [gbps for gbps in NETWORKS.values() if gbps is not None]
     split = [(model, panel) for model in known for panel in style.chunks(shown(saved)) or [[]]]

@@ -1,7 +1,7 @@
-"""Compiled programs of exchanges alone; rows.json stores their cycles and bytes.
+"""Compiled programs that only exchange gradients; rows.json stores their cycles and bytes.
 
-An exchange's program only sums the gradient of a model, as the step would. So the program's collectives
-are those of the exchange, and its cycles are spent on casting, packing and adding.
+A program only sums the gradient of a model, as a training step would. So the program's collectives are
+those of the exchange, and its cycles are spent on casting, packing and adding.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Model(NamedTuple):
     """A model of the table.
 
     Attributes:
-      step: the program of its step, whose computation time is in ../plan/rows.json.
+      step: the program of the training step; ../plan/rows.json has its computation time.
       exchanged: the recipe whose gradient is exchanged.
     """
 
@@ -80,8 +80,8 @@ class Case:
     Attributes:
       model: a key of `MODELS`.
       method: a key of `METHODS`.
-      topology: the slice.
-      inner: size of the groups of devices that first sum gradients in float32; 1: none.
+      topology: name of the slice.
+      inner: number of devices in each group that first sums gradients in float32; 1 if there are no groups.
     """
 
     model: str
@@ -180,7 +180,7 @@ def _exchange(case: Case) -> dict[str, Any]:
 
 
 def factors(exchange: Any, params: Any) -> dict[int, int]:
-    """Returns the number of values in the two factors of each leaf that PowerSGD factors, by index."""
+    """Returns the number of values in the two factors of each leaf that PowerSGD factorizes, by index."""
     if not isinstance(exchange, PowerSGD):
         return {}
     return {
@@ -190,7 +190,7 @@ def factors(exchange: Any, params: Any) -> dict[int, int]:
 
 
 def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dict[str, int]:
-    """Returns the numbers of values that determine the minimum number of bytes, see `wire.least`.
+    """Returns the counts that determine the minimum number of bytes, see `wire.least`.
 
     Args:
       shapes: shapes of the gradient's arrays.
@@ -209,16 +209,16 @@ def counts(shapes: Sequence[tuple[int, ...]], factors: Mapping[int, int]) -> dic
 
 
 def summed(collectives: Iterable[Collective], devices: int, inner: int) -> list[list[Any]]:
-    """Returns summed collectives as [kind, among, dtype, number, operand bytes].
+    """Returns collectives, summed by type, as lists [kind, among, dtype, number, operand bytes].
 
     `among` is 'all', 'inner' (the devices of a host) or 'outer' (one device of each host). If a
-    collective runs in several phases among fewer devices, a phase gets the operand size with which a
-    single-phase collective would send as much.
+    collective runs in several phases among fewer devices, each phase gets the operand size of a
+    single-phase collective that would send the same number of bytes.
 
     Args:
-      collectives: the collectives; consecutive groups of `inner` devices share a host.
+      collectives: the collectives; each `inner` consecutive devices share a host.
       devices: number of devices.
-      inner: size of the groups of devices that sum gradients first; 1: none.
+      inner: number of devices in each group that first sums gradients; 1 if there are no groups.
     """
     totals: dict[tuple[str, str, str], list[int]] = {}
     for one in collectives:
@@ -237,7 +237,7 @@ def summed(collectives: Iterable[Collective], devices: int, inner: int) -> list[
 
 
 def sent_share(kind: str, members: int) -> float:
-    """Returns the bytes that a device sends in a collective, relative to its operand."""
+    """Returns the bytes that a device sends in a collective, relative to the bytes of the operand."""
     others = members - 1
     if kind == "all-gather":
         return others

@@ -1,8 +1,8 @@
 """Times of a step at any number of devices, extrapolated from two compiled programs.
 
-The operand of a collective has a + b / n bytes among n exchanging devices, because it is the full gradient
-or a device's shard. Two programs determine a and b, and a third program checks them. The exchange takes
-c + d n cycles, because some exchanges add up the values of n devices.
+If n devices exchange gradients, the operand of a collective has a + b / n bytes, because the operand is
+the full gradient or a device's shard. Two programs determine a and b, and a third program checks a and b.
+The exchange takes c + d n cycles, because some exchanges add up the values of n devices.
 """
 
 import functools
@@ -37,7 +37,7 @@ NETWORKS = {"TPU torus": None, "100 Gb/s": 100.0, "40 Gb/s": 40.0, "25 Gb/s": 25
 
 
 class Collectives(NamedTuple):
-    """Collectives of one type, whose operands have `fixed + cut / n` bytes in total."""
+    """Collectives of one type; on n devices, their operands have `fixed + cut / n` bytes in total."""
 
     kind: str
     among: str
@@ -47,7 +47,7 @@ class Collectives(NamedTuple):
     cut: float
 
     def operand_bytes(self, count: int) -> float:
-        """Returns the bytes of the operands among `count` devices."""
+        """Returns the total bytes of the operands if `count` devices exchange gradients."""
         return self.fixed + self.cut / count
 
 
@@ -55,9 +55,9 @@ class Law(NamedTuple):
     """The scaling law of an exchange.
 
     Attributes:
-      collectives: its collectives.
+      collectives: the collectives of the exchange.
       cycles: (c, d); the exchange takes c + d n cycles.
-      inner: size of the groups of devices that sum gradients first.
+      inner: number of devices in each group that first sums gradients; 1 if there are no groups.
     """
 
     collectives: tuple[Collectives, ...]
@@ -69,9 +69,9 @@ class Time(NamedTuple):
     """Predicted seconds of a step.
 
     Attributes:
-      compute: the step without its exchange.
-      packing: computation of the exchange.
-      network: the exchange's collectives.
+      compute: seconds of the step without its exchange.
+      packing: seconds of the exchange's computation.
+      network: seconds of the exchange's collectives.
       is_within: whether gradients are first summed within hosts.
     """
 
@@ -90,7 +90,7 @@ def law(rows: Sequence[Row]) -> Law:
     """Fits the scaling law of an exchange to two of its programs.
 
     Args:
-      rows: the rows of the smaller slice and of the larger one.
+      rows: the row for the smaller slice, then the row for the larger slice.
     """
     inner = rows[0]["inner"]
     counts = [row["devices"] // inner for row in rows]
@@ -127,7 +127,7 @@ def sent_bytes(scaling_law: Law, devices: int) -> float:
 
 @functools.cache
 def step_seconds(model: str) -> float | None:
-    """Returns the compiler's computation time of a step; None if ../plan/rows.json lacks it."""
+    """Returns the compiler's estimate of a step's computation time; None if ../plan/rows.json lacks it."""
     row = load_rows().get(MODELS[model].step.key(STEP_SLICE))
     return None if row is None else float(row["compute"])
 
@@ -135,16 +135,16 @@ def step_seconds(model: str) -> float | None:
 def time(
     saved: SavedRows, model: str, method: str, devices: int, gbps: float | None
 ) -> Time | None:
-    """Returns the time of a step, with sums within hosts first if that is faster.
+    """Returns the time of a step; gradients are first summed within hosts if that is faster.
 
     Args:
       saved: rows by key.
       model, method: keys of `MODELS` and `METHODS`.
       devices: number of devices.
-      gbps: Gb/s of a host's link; None: the torus.
+      gbps: Gb/s of a host's link; None stands for the torus.
 
     Returns:
-      The time; None if a program is not compiled.
+      The time; None if a required program is not compiled.
     """
     step = step_seconds(model)
     plain = law_of(saved, model, "float32")
@@ -180,14 +180,14 @@ def time(
 
 
 def best(saved: SavedRows, model: str, devices: int, gbps: float | None) -> dict[str, Time]:
-    """Returns the times of the compiled methods, the shortest first."""
+    """Returns the step time with each compiled method, the shortest first."""
     times = {method: time(saved, model, method, devices, gbps) for method in METHODS}
     known = {method: each for method, each in times.items() if each is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].seconds))
 
 
 def off_by(saved: SavedRows) -> dict[tuple[str, str], float]:
-    """Returns the relative error of the law's bytes for the third program, by model and method."""
+    """Returns the relative error of the predicted bytes of the third program, by model and method."""
     errors = {}
     for model in MODELS:
         for method in METHODS:

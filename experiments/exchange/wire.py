@@ -45,6 +45,6 @@ def sent(row: Row) -> int:
 
 
 def wide_share(row: Row) -> float:
-    """Returns the float32 bytes that a device sends, relative to those of a float32 gradient."""
+    """Returns the bytes that a device sends as float32, relative to those in a float32 exchange."""
     count = row["devices"]
     return row["sent"].get("f32", 0) / (2 * (count - 1) / count * _WORD * row["values"])

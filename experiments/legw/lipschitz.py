@@ -1,4 +1,4 @@
-"""Plots the local Lipschitz estimate of runs at several batches against epochs and updates.
+"""Plots the local Lipschitz estimate of runs at several batch sizes, by epochs and by updates.
 
   python -m experiments.legw.lipschitz RUN RUN RUN --output=lipschitz.svg
 
@@ -74,16 +74,16 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def peak(run: Mapping[str, Any]) -> int:
-    """Returns the index of the largest median in a run's curve.
+    """Returns the index of the largest moving median of a run's curve.
 
-    Single estimates are noisy: late in training, the gradient of few examples is small.
+    Single estimates are noisy: late in training, the gradient of a few examples is small.
     """
     medians = smooth(run["lipschitz"])
     return max(range(len(medians)), key=lambda position: medians[position])
 
 
 def rise(run: Mapping[str, Any]) -> int:
-    """Returns the first index at which the median is at least half of its peak."""
+    """Returns the first index at which the moving median is at least half of its maximum."""
     medians = smooth(run["lipschitz"])
     return next(position for position, value in enumerate(medians) if 2 * value >= max(medians))
 
@@ -108,7 +108,7 @@ def table(curves: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(curves: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plots every curve against epochs and against updates, with its peak marked."""
+    """Plots every curve by epochs and by updates, and marks the curve's peak."""
     figure = style.figure(style.WIDTH, 6.4)
     panels = figure.subplots(2, 1, sharey=True)
     for number, run in enumerate(curves):

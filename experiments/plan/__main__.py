@@ -83,7 +83,7 @@ def main() -> None:
 def compile_all(
     todo: Sequence[tuple[str, Phase]], saved: dict[str, dict[str, Any]], cache: Cache
 ) -> None:
-    """Compiles and stores programs."""
+    """Compiles programs, and stores them in rows.json."""
     for number, (topology, phase) in enumerate(todo, start=1):
         print(f"{number} of {len(todo)}: {phase.name} on {topology}", file=sys.stderr, flush=True)
         plan = make_plan(phase.config(), topology, examples=phase.examples, cache=cache)
@@ -99,10 +99,10 @@ def keep(plan: Plan, phase: Phase, topology: str, saved: dict[str, dict[str, Any
 
 
 def add(row: logged.Row, saved: dict[str, dict[str, Any]], cache: Cache) -> None:
-    """Adds a run to the calibration, fits again, and prints the run beside its plan.
+    """Adds a run to the calibration, fits again, and prints the run's measured and planned times.
 
     Raises:
-      UserError: the run was added before, or its config does not give the program that ran.
+      UserError: the run was added before, or its config compiles to a program that differs from the run's.
     """
     logged.check_new(row)
     if row.phase.key(row.topology) not in saved:

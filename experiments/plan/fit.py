@@ -1,21 +1,22 @@
-"""Constants of the network, of each generation and of each source, fitted to published runs.
+"""Constants of the network, of each TPU generation and of each source, fitted to measured runs.
 
 A run takes
 
     factor * generation * compute + links / efficiency + hops * hop + collectives * start
 
 where `compute` is the compiler's estimate for all updates and evaluations; an evaluated example
-costs a third of a trained one. `factor` is one number for each source: how much slower that team's
-program ran, on any slice, than the compiler estimates for our program. `generation` is 1 for TPU
-v3, and one number for each other generation: how much slower its cores are than the compiler's
-estimate. `efficiency`, `hop` and `start` are shared by all runs. The fit minimises the squared
-logarithms of predicted over measured time. A weak prior pulls the shared constants toward those of
-a profile on TPU v5e.
+costs a third of a trained one. `links` is the network time at full bandwidth; `hops` and `collectives`
+are the numbers of hops and collectives for which the run waits. `factor` is one number for each
+source: how much slower that team's program ran, on any slice, than the compiler estimates for our
+program. `generation` is the computation time divided by the compiler's estimate, relative to the same
+ratio on TPU v3. `efficiency`, `hop` and `start` are shared by all runs. The fit minimises the squared
+logarithms of predicted over measured time. A weak prior pulls the shared constants toward those of a
+profile on TPU v5e.
 
 Two errors are reported. If a run is left out, its source's factor comes from the source's other
 runs; this error shows how well the model scales. If a source is left out, its factor is the median
-of the other sources; this is the error for a new program. interval.py derives an interval from
-these residuals.
+factor of the other sources; this is the error for a new program. interval.py derives an interval from
+the residuals of the fit.
 """
 
 import dataclasses
@@ -42,13 +43,13 @@ BASE = "v3"  # the generation with factor 1; if it has no runs, the first genera
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A run in numbers.
+    """The numbers of a run that the fit uses.
 
     Attributes:
       source: name of the source.
       generation: version of the TPU.
-      compute: seconds of computation; evaluated examples cost a third of trained ones.
-      basis: seconds on the network with each of `rows.BASIS`, (3,).
+      compute: estimated seconds of computation; an evaluated example costs a third of a trained one.
+      basis: seconds that the run would wait for the network with each of `rows.BASIS`, (3,).
       measured: seconds that the run took.
     """
 
@@ -65,9 +66,9 @@ class Fit:
 
     Attributes:
       network: 1 / efficiency, microseconds of a hop, microseconds of a collective.
-      generations: computation time of each generation relative to the compiler's estimate; 1 for
-        `BASE`.
-      factors: computation time of each source relative to the compiler's estimate.
+      generations: `generation` in the module's formula, by version; 1 for `BASE`.
+      factors: `factor` in the module's formula, by source: the computation time relative to the compiler's
+        estimate.
     """
 
     network: tuple[float, ...]
@@ -76,12 +77,12 @@ class Fit:
 
     @property
     def generation(self) -> float:
-        """The factor of a generation without runs: the geometric mean over the others."""
+        """The factor of a generation without runs: the geometric mean over the generations with runs."""
         return statistics.geometric_mean(self.generations.values())
 
     @property
     def factor(self) -> float:
-        """The factor of a program that nobody has run: the median over the sources."""
+        """The factor of a program without runs: the median over the sources."""
         return statistics.median(self.factors.values())
 
     def network_seconds(self, sample: Sample) -> float:
@@ -89,7 +90,7 @@ class Fit:
         return float(np.dot(sample.basis, self.network))
 
     def seconds(self, sample: Sample) -> float:
-        """Returns the predicted time."""
+        """Returns the predicted time of a run."""
         factor = self.factors.get(sample.source, self.factor)
         generation = self.generations.get(sample.generation, self.generation)
         computation = factor * generation * sample.compute
@@ -140,7 +141,7 @@ def leave_out_runs(samples: Sequence[Sample]) -> list[float | None]:
 
 
 def leave_out_sources(samples: Sequence[Sample]) -> list[float]:
-    """Returns predicted over measured time of each run, with its source left out of the fit."""
+    """Returns predicted over measured time of each run, with the run's source left out of the fit."""
     fits = {
         source: fit([other for other in samples if other.source != source])
         for source in {sample.source for sample in samples}

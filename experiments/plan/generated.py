@@ -1,4 +1,4 @@
-"""The generated module lamb_tpu/cost/calibrated.py."""
+"""Generates the module lamb_tpu/cost/calibrated.py."""
 
 import pathlib
 

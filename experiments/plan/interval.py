@@ -1,22 +1,22 @@
-"""Intervals of a plan's times, and the share of unseen runs that they cover.
+"""Intervals of planned times, and the share of left-out runs that they cover.
 
-The fit gives one factor for each program (a source), one for each generation of TPU, and a residual
-for each run. The logarithm of a plan for a new program is off by the sum of
+The fit gives one factor for each program (a source), one factor for each generation of TPU, and a
+residual for each run. For a new program, the logarithm of the planned time is off by
 
     a new program's effect + a new generation's effect + a residual
 
-where the second term is 0 for a generation with runs. Each effect is drawn from a normal
-distribution around the mean of the measured effects. Its variance is
+where the second term is 0 for a generation with runs. Each effect is modelled as a draw from a normal
+distribution around the mean of the n measured effects, with the variance
 
-    (log(assumed)^2 + sum of squared deviations from the mean) / (1 + n - 1)
+    (log(assumed)^2 + sum of squared deviations from the mean) / n
 
-for n measured effects: an assumed spread counts as one measured deviation. This assumption matters
-if there are few effects, as for the generations, of which there are only two. The ends of the
-interval are quantiles of Student's t distribution with the summed variance. Its degrees of freedom are
-those of the programs' variance, which is the largest.
+so an assumed spread counts as one measured deviation. This assumption matters if there are few
+effects; for example, there are only two generations. The ends of the interval are quantiles of
+Student's t distribution with the sum of the three variances. The degrees of freedom are those of the
+variance of the programs' effects, which is the largest of the three.
 
-The validation is nested: each program, and each generation, is left out, and the constants and
-variances come from the other runs alone.
+The validation is nested: each program, and each generation, is left out in turn, and the constants
+and variances come from the other runs alone.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def variance(effects: Sequence[float], assumed: float | None) -> tuple[float, in
 
     Args:
       effects: the factors.
-      assumed: factor that counts as one deviation; None uses the effects alone.
+      assumed: factor that counts as one measured deviation; None uses only `effects`.
 
     >>> round(variance([1.0], 2.0)[0] ** 0.5, 3), round(variance([1.0, 4.0], None)[0] ** 0.5, 3)
     (0.693, 0.98)
@@ -62,9 +62,9 @@ def width(
 
     Args:
       model: the fit.
-      samples: the runs to which it was fitted.
+      samples: the runs of the fit.
       is_seen: whether the plan's generation has runs.
-      programs: the assumed spread of programs; None assumes nothing.
+      programs: the assumed spread of programs; None uses only the measured factors.
     """
     spread, freedom = variance(list(model.factors.values()), programs)
     # The means over measured programs and generations are uncertain too.
@@ -81,9 +81,9 @@ def width(
 def bounds(
     model: Fit, samples: Sequence[Sample], version: str, programs: float | None = PROGRAMS
 ) -> Bounds:
-    """Returns the constants of a plan of a new program on a generation.
+    """Returns the constants that plan the shortest, expected and longest time of a new program.
 
-    At the upper end, the network is at most as fast as in the profile. See `width` for `model`,
+    For the longest time, the network is at most as fast as in the profile. See `width` for `model`,
     `samples` and `programs`.
     """
     inverse, hop, start = model.network
@@ -119,7 +119,7 @@ def scaled(constants: Constants, by: float) -> Constants:
 
 
 def seconds(constants: Constants, sample: Sample) -> float:
-    """Returns the time of a run with the constants of a plan."""
+    """Returns the time that these constants predict for a run."""
     links, hop, start = sample.basis
     network = links / constants.efficiency
     network += 1e6 * (hop * constants.hop_seconds + start * constants.collective_seconds)
@@ -132,12 +132,12 @@ def covers(each: Bounds, sample: Sample) -> bool:
 
 
 def without_programs(samples: Sequence[Sample], programs: float | None = PROGRAMS) -> list[Bounds]:
-    """Returns constants for each run, fitted without its program."""
+    """Returns constants for each run, fitted without the run's program."""
     return _without(samples, [sample.source for sample in samples], programs)
 
 
 def without_generations(samples: Sequence[Sample]) -> list[Bounds]:
-    """Returns constants for each run, fitted without its generation."""
+    """Returns constants for each run, fitted without the run's generation."""
     return _without(samples, [sample.generation for sample in samples], PROGRAMS)
 
 
@@ -157,7 +157,7 @@ def covered(each: Sequence[Bounds], samples: Sequence[Sample]) -> int:
 
 
 def validate(samples: Sequence[Sample]) -> Validation:
-    """Returns the accuracy for left-out runs."""
+    """Returns how accurately left-out runs are predicted."""
     generations = dict[str, tuple[int, int]]()
     if len({sample.generation for sample in samples}) > 1:
         pairs = list(zip(without_generations(samples), samples, strict=True))
@@ -186,6 +186,6 @@ def errors(ratios: Sequence[float]) -> tuple[float, float]:
 def calibrations(
     model: Fit, samples: Sequence[Sample], fitted_to: str, validation: Validation
 ) -> Calibrations:
-    """Returns the constants of plans: for each generation with runs, and for all other generations."""
+    """Returns constants for plans: one set for each generation with runs, and one for all others."""
     known = {version: bounds(model, samples, version) for version in model.generations}
     return Calibrations(known, bounds(model, samples, ""), fitted_to, validation)

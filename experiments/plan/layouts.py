@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 def search(slice_name: str, cache: Cache) -> dict[str, Any]:
-    """Searches, and returns the record; each layout takes minutes to compile."""
+    """Searches for the fastest layout on a slice; each layout takes minutes to compile."""
     variants = Variants(RECIPE, overrides.load(RECIPE))
     with Trials(fastest.most(variants, topology(slice_name)), cache=cache) as trials:
         answer = fastest.find(variants, slice_name, trials)
@@ -43,7 +43,7 @@ def write(records: Sequence[Record]) -> str:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Returns the page: the fastest layout of each search, and all layouts that it tried."""
+    """Returns the page: the fastest layout of each search, and all layouts that the search tried."""
     lines = [
         "# The fastest layouts of BERT-Large's first phase",
         "",

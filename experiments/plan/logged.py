@@ -1,8 +1,8 @@
 """Runs of this package on TPUs as points of the calibration: logged.jsonl.
 
-`of_workdir` reads a finished run. Its time is the number of timed updates times the
-seconds of an update at the median recorded rate, which excludes evaluation, saving and the first
-update of a start. All runs of one network count as one program and share its source.
+`of_workdir` reads a finished run. The run's time is the number of timed updates times the seconds per
+update at the median recorded rate, which excludes evaluation, saving, and the first update after the
+process starts. All runs of one network count as one program, and have one source.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Row:
       config: the flattened config, without keys that do not change the step.
       examples: number of examples in the training set.
       updates: number of timed updates.
-      seconds: time of these updates.
+      seconds: time of the timed updates.
       device: JAX's name of the device.
       mesh: sizes of the mesh axes.
       jax: version of jax.
@@ -165,7 +165,7 @@ def _parse(record: Mapping[str, Any], where: str) -> Row:
 
 
 def _check_config(config: Spec, where: str) -> None:
-    """Checks that a config gives one program, with no custom components."""
+    """Checks that a config needs only one program, and has no custom components."""
     custom = [
         f"{key}={value}"
         for key, value in flatten(config).items()

@@ -1,4 +1,4 @@
-"""The page of the calibration: calibration.md and its figure, and the constants of plans."""
+"""The page of the calibration (calibration.md with its figure), and the constants for plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Ends of the interval from the other sources, in seconds."""
+        """Ends of the interval in seconds, from constants fitted to the other sources."""
         low, _, high = (interval.seconds(each, self.sample) for each in self.nested)
         return low, high
 
@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
 
 def sample_of(run: Run, saved: SavedRows) -> Sample | None:
-    """Returns a run in numbers; None if one of its programs is not compiled or does not fit."""
+    """Returns a run's numbers; None if one of its programs is not compiled or does not fit into memory."""
     phases = [saved.get(phase.key(run.topology)) for phase in run.phases]
     if not all(phase and phase["fits"] for phase in phases):
         return None
@@ -60,7 +60,7 @@ def sample_of(run: Run, saved: SavedRows) -> Sample | None:
 
 
 def lines_of(sources: Sequence[Source], saved: SavedRows) -> tuple[Fit, list[Line]]:
-    """Returns the fit to all measured runs that are compiled, and these runs."""
+    """Returns the fit to all measured runs whose programs are compiled, and a line for each of these runs."""
     pairs = [
         (run, sample)
         for source in sources
@@ -103,9 +103,9 @@ def calibrations(fitted: Fit, lines: Sequence[Line]) -> Calibrations:
 
 
 def write(sources: Sequence[Source], saved: SavedRows) -> str:
-    """Writes the page, its figure and the module of the constants, and returns the page.
+    """Writes the page, its figure and the module calibrated.py, and returns the page.
 
-    While a program is missing, the module is left unchanged, so that plans always follow from all runs.
+    While a program is missing, calibrated.py stays unchanged, so that plans always follow from all runs.
     """
     fitted, lines = lines_of(sources, saved)
     (FOLDER / "calibration.svg").write_text(figure(lines))
@@ -200,7 +200,7 @@ def network_share(sample: Sample, fitted: Fit) -> float:
 def _planned(
     sources: Sequence[Source], saved: SavedRows, calibrated: Calibrations
 ) -> Iterator[tuple[Run, list[float]]]:
-    """Yields compiled runs that nobody measured, with low, expected and high seconds ([] if they do not fit).
+    """Yields compiled, unmeasured runs, and their low, expected and high seconds ([] if they do not fit).
 
     Runs that give a value of a table are on that table's page instead.
     """
@@ -215,7 +215,7 @@ def _planned(
 def _programs(
     sources: Sequence[Source], saved: SavedRows
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields name, slice and figures of each compiled program once."""
+    """Yields the name, slice and stored figures of each compiled program, once per program."""
     keys = set[str]()
     for run in (run for source in sources for run in source.runs):
         for phase in run.phases:

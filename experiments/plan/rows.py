@@ -2,9 +2,9 @@
 
 The time that a program waits for the network is almost linear in the network constants, because
 these programs overlap little or no communication with computation. A row therefore stores, for each
-phase of a run, the computation time and three network times: for links at full bandwidth, for one
-microsecond per hop, and for one microsecond per collective. The constants are fitted to
-these numbers without reading a program again.
+phase of a run, the computation time and three network times: that of links at full bandwidth, that of
+hops of one microsecond, and that of collectives of one microsecond. The constants are fitted to these
+numbers, so programs need not be compiled again.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Phase:
         return differences(Spec(), self.config())
 
     def key(self, topology: str) -> str:
-        """Returns the slice and config that determine a stored phase."""
+        """Returns a hash of the slice and the config; rows.json stores the phase under this key."""
         text = json.dumps([topology, self._changes], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -87,12 +87,12 @@ class Run:
       topology: name of the slice.
       phases: the programs, in order.
       evaluated: number of evaluated examples.
-      seconds: measured time; None if nobody ran it.
+      seconds: measured time; None if it is unknown.
       all_reduce: measured share of the time in all-reduce; None if unknown.
       reported_updates: updates of the full run whose time the source reports; None if it reports only
         `seconds`.
       reported_seconds: the time of the full run, including start-up.
-      cells: table, cell and metric of the papers' values that this run gives, see `tables`.
+      cells: table, cell and metric of each value that this run gives in the papers' tables, see `tables`.
     """
 
     source: str
@@ -160,10 +160,10 @@ def _source(entry: Mapping[str, Any]) -> Source:
 
 
 def measure(plan: Plan, key: str) -> dict[str, Any]:
-    """Returns the stored figures of a phase's plan.
+    """Returns the figures of a phase's plan that rows.json stores.
 
     `compute` and `basis` are seconds per update. `basis` has the time that the computation waits for the
-    network, with each of `BASIS`. A program that does not fit has neither.
+    network with each of `BASIS`. The two fields are missing if the program does not fit into memory.
     """
     row: dict[str, Any] = {
         "key": key,

@@ -1,8 +1,8 @@
 """Planned values for the papers' tables: experiments/planned.json, from published.toml.
 
-A run of published.toml names the table cells whose time or rate it gives. Its programs are compiled
-once and stored in rows.json. The times follow from these programs and the constants of plans, as in
-lamb_tpu.plan.
+A run in published.toml names the table cells whose time or rate it gives. The run's programs are
+compiled once; rows.json stores their figures. The planned values follow from these figures and the
+calibrated constants, as in lamb_tpu.plan.
 """
 
 import math
@@ -30,7 +30,7 @@ SavedRows = Mapping[str, Mapping[str, Any]]
 
 
 def missing(sources: Sequence[Source], saved: SavedRows) -> list[tuple[str, Phase]]:
-    """Returns slice and phase of the tables' programs that are not compiled."""
+    """Returns the slice and phase of each program that the tables need and that is not compiled."""
     wanted = {
         phase.key(run.topology): (run.topology, phase)
         for source in sources
@@ -113,7 +113,7 @@ def _rounded(value: float) -> float:
 
 
 def write(sources: Sequence[Source], saved: SavedRows) -> str:
-    """Writes planned.json and returns its path. An unchanged value keeps its commit.
+    """Writes planned.json, and returns its path; an unchanged value keeps its commit.
 
     Raises:
       UserError: the code is not committed, or planned.json is damaged.

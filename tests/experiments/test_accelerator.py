@@ -1,4 +1,4 @@
-"""The accelerator program: its folder, its time limits, and its files after a kill."""
+"""The accelerator program: the prepared folder, time limits, and the result files after a kill."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.tiny import ROOT
 
 @pytest.fixture
 def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder like that of `prepare`, but without content."""
+    """The files and folders that `prepare` makes, all empty."""
     monkeypatch.setattr(running.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     actual = tmp_path / "folder"
     for name in ("wheels", "data"):
@@ -32,7 +32,7 @@ def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
 
 
 def part(name: str, seconds: float, code: str, monkeypatch: pytest.MonkeyPatch) -> running.Part:
-    """Returns a part that runs code with the path of its results as the first argument."""
+    """Returns a part that runs `code`; the first argument is the path of the results."""
     directory = pathlib.Path(os.environ["PARTS"])
     (directory / f"{name}.py").write_text(f"import pathlib, sys, time\n{code}\n")
     return running.Part(name, seconds, name, ("{out}/" + name,), ("{out}/" + name, "small"))

@@ -1,4 +1,4 @@
-"""Fuzzing: the classifier of outcomes, the generators, the comparison of results, and a small session."""
+"""Fuzzing: classification of outcomes, generators of inputs, comparison of results, a small session."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_every_area_is_drawn(prepared: pathlib.Path) -> None:
 
 
 def test_nothing_is_written_outside(prepared: pathlib.Path) -> None:
-    """An input names only files in its folder, or files that do not exist."""
+    """The arguments of inputs name no files outside the input's folder that exist."""
     for given in attack.draw(2, 600, prepared):
         for word in given.arguments:
             value = word.partition("=")[2] if word.startswith("--") else word
@@ -203,7 +203,7 @@ def test_schedule_of_kills() -> None:
 
 
 def test_differences_that_kills_would_show(tmp_path: pathlib.Path, trained: pathlib.Path) -> None:
-    """Detects a changed record, a lost update and a leftover file, but ignores times."""
+    """The comparison finds lost records, leftover files and lost or older checkpoints, but ignores times."""
     import shutil
 
     case = kills.CASES[0]
@@ -247,7 +247,7 @@ def test_faults_at_a_kill(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_slice() -> None:
-    """Runs 60 inputs of all areas, and one kill for each command."""
+    """Runs 60 inputs, and kills six commands once each."""
     done = subprocess.run(
         [sys.executable, "-m", "experiments.attack", "--inputs=60", "--kills=6"],
         cwd=tiny.ROOT,

@@ -74,7 +74,7 @@ def test_layers_of_the_lstm_benchmark(module):
 
 @pytest.mark.long
 def test_products_of_the_lstm_benchmark():
-    """Counts a layer's products: hidden state, gates, and gradients of the inputs and both kernels."""
+    """Checks the shapes of each layer's products: hidden state, gates, gradients of inputs and kernels."""
     done = lstm.of_products(lstm.Size("tiny", 5, 3, 4, 6, 2))()
     shapes = [(3, 6), (3, 24), (5, 3, 4), (4, 24), (6, 24)]
     shapes += [(3, 6), (3, 24), (5, 3, 6), (6, 24), (6, 24)]
@@ -225,9 +225,9 @@ def test_image_throughput(tmp_path):
 
 
 def test_image_routes_give_the_same_images(tmp_path):
-    """All routes read the same centre crop, and training crops from the same image.
+    """In evaluation, all routes read the same centre crop; in training, they read crops of the image.
 
-    The image encodes positions in its pixels.
+    The values of the image's pixels encode positions.
     """
     rows, columns = np.mgrid[0:240, 0:320]
     pixels = np.stack([columns * 0.75, rows, np.full_like(rows, 90)], -1).astype(np.uint8)
@@ -277,7 +277,7 @@ def test_exchange():
 
 
 def test_page_of_the_agreement():
-    """Each round starts each arm once, and ratios are taken within rounds."""
+    """Each ratio compares the two starts of a round: with and without the comparison."""
     starts = {
         arm: [
             {"all": all_, "cpu": 2 * all_, "start": start, "data": start / 2}

@@ -1,4 +1,4 @@
-"""The benchmark of the two-program step: its contenders make updates; its rows have ratios."""
+"""The benchmark of the two-program step: contenders make updates, and rows have ratios by round."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The study on handwritten digits: its records, and the pages and the recipe that quote them."""
+"""The study on handwritten digits: its records, and the README and the recipe that quote the records."""
 
 import functools
 
@@ -19,13 +19,13 @@ SEARCHED = [key for key, table in TABLES.items() if table.tuning is not None]
 
 @functools.cache
 def measured(key: str) -> list[Summary]:
-    """Returns the committed values of each cell of a table."""
+    """Returns a summary of the committed records of each cell of a table."""
     table = TABLES[key]
     return summaries(table, table.scales["small"], Results(table))
 
 
 def chosen(table: Table, cell: Cell) -> float:
-    """Returns the best factor in the committed records of a cell's search."""
+    """Returns the best learning-rate factor, according to the committed records of a cell's search."""
     jobs = engine.searches(table, table.scales["small"], cell)
     factor = engine.best_factor(jobs, Results(table))
     assert factor is not None

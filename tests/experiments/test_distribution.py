@@ -1,4 +1,4 @@
-"""The table of shardings: its bounds, and a sweep of two cells that is interrupted and resumed."""
+"""The table of shardings: the bounds of its figures, and a sweep of two cells that is resumed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page of exchanges, made from synthetic rows and from the stored rows."""
+"""The page about gradient exchange, made from synthetic rows and from the stored rows."""
 
 import doctest
 import pathlib
@@ -24,7 +24,7 @@ SHAPES = [(1000, 999), (1000,)]
 
 
 def row(case: Case) -> dict[str, Any]:
-    """Returns a synthetic row of a program that sends the minimum bytes of its method."""
+    """Returns a synthetic row of a program; compressed methods send a 32nd of the float32 bytes."""
     devices = topology(case.topology).num_devices
     count = devices // case.inner
     actual: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""The page of the first hour has every command, and a failing command fails the walk."""
+"""The page of the first hour has every command, and unexpected output of a command is an error."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The figure of the local Lipschitz estimate, from runs' folders."""
+"""The figure of the local Lipschitz estimate, made from the folders of runs."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The figure of noise scale, cosine and critical batch, from a record and from a run."""
+"""The figure of noise scale, cosine and critical batch, made from a record and from a run."""
 
 import doctest
 import json

@@ -1,4 +1,4 @@
-"""Intervals of plans and their coverage of left-out runs."""
+"""Intervals of planned times, and their coverage of left-out runs."""
 
 import dataclasses
 import doctest
@@ -15,7 +15,7 @@ from tests.experiments.test_plan_fit import samples
 
 
 def drawn(seed: int, programs: float, generations: float) -> list[Sample]:
-    """Returns runs of 8 programs on 4 generations, whose effects have these standard deviations."""
+    """Returns runs of 8 programs on 4 generations; the arguments set the standard deviation of effects."""
     random = np.random.default_rng(seed)
     factors = np.exp(programs * random.standard_normal(8))
     speeds = np.exp(generations * random.standard_normal(4))
@@ -79,7 +79,7 @@ def test_every_time_is_scaled() -> None:
 
 
 def test_nothing_of_what_is_left_out_is_used() -> None:
-    """A program or generation that is an outlier widens every interval except its own."""
+    """If a program's or generation's times change, all intervals change except those of its own runs."""
     runs = samples(0.02)
     slow = [
         dataclasses.replace(run, measured=200 * run.measured) if run.source == "c" else run

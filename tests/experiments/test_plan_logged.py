@@ -1,4 +1,4 @@
-"""TPU runs become points of the calibration; all runs here are synthetic."""
+"""Runs on TPUs are added to the calibration; all runs in these tests are synthetic."""
 
 import importlib.util
 import json
@@ -70,7 +70,7 @@ def workdir(
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder in place of experiments/plan, without the generated file."""
+    """A folder that replaces experiments/plan and has only the template of the page."""
     folder = tmp_path / "plan"
     folder.mkdir()
     name = "calibration.md.j2"

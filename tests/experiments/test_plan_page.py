@@ -19,7 +19,7 @@ VERSIONS = {"jax": "0", "libtpu": "1"}
 
 
 def saved_for(sources: tuple[Source, ...]) -> dict[str, dict[str, Any]]:
-    """Returns programs whose times equal those of their runs, with 10 to 20 % in the network."""
+    """Returns rows of programs with the times of their runs, of which 10 % or 20 % is network time."""
     actual = {}
     for index, run in enumerate(run for source in sources for run in source.runs):
         share = 0.1 + 0.1 * (index % 2)

@@ -24,7 +24,7 @@ EXAMPLES = 50_000  # examples per epoch; any number works here
 
 
 def all_jobs(table: Table) -> Iterator[Job]:
-    """Yields the first run of each cell, at each scale that measures something."""
+    """Yields the first run of each cell with known settings, at each scale except smoke."""
     for scale in table.scales.values():
         for cell in table.cells.values():
             if not cell.unknown and scale.name != "smoke":
@@ -62,7 +62,7 @@ def test_microbatches_divide_the_batch(key: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key in TABLES if TABLES[key].tuning is not None])
 def test_runs_that_search_have_the_schedule_of_those_that_measure(key: str) -> None:
-    """The runs of a search are shorter, but their schedule has the same shape as the measured runs'."""
+    """A search's runs are shorter, but the warm-up has the same share of the updates as in measured runs."""
     for job in all_jobs(TABLES[key]):
         if job.cell.tuned_by:
             continue
@@ -190,9 +190,9 @@ def test_batches_that_follow_gradients_lie_between_the_constant_ones(optimizer: 
 
 
 def published() -> Iterator[tuple[Table, str, float, str]]:
-    """Yields the papers' numbers, with their tables and cells, and whether they were seen.
+    """Yields (table, cell, number, known) for each number of the papers, except for times.
 
-    Times are left out: the digest gives them in its text, in other units, or in logs.
+    The digest of the papers gives times only in its text, in other units, or in logs.
     """
     for table in TABLES.values():
         for cell in table.cells.values():

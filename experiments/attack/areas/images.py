@@ -1,4 +1,4 @@
-"""Image folders: damaged files, odd sizes, lists of labels and names."""
+"""Image folders: damaged images, odd image sizes, odd names, and damaged lists of labels."""
 
 import pathlib
 import random

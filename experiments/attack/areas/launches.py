@@ -1,4 +1,4 @@
-"""Options of the launcher and the scripts that it prints."""
+"""Options of the launcher, and flags of the command that it launches."""
 
 import pathlib
 import random

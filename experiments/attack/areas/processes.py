@@ -128,7 +128,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Draws a command and changes its process."""
+    """Draws a command, and a change to its streams, limits, environment or signals."""
     module, arguments, bases = rng.choice(_COMMANDS)
     number = rng.random()
     setting, signals, environment, statuses = "", None, {}, frozenset[int]()

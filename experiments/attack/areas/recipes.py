@@ -1,4 +1,4 @@
-"""Config files of users, and arguments of recipes."""
+"""Users' config files, and arguments of recipes."""
 
 import pathlib
 import random

@@ -1,4 +1,4 @@
-"""Records of tables: *.jsonl, *.configs.json, and adopted files."""
+"""Records of tables: *.jsonl, *.configs.json, and a file that `adopt` reads."""
 
 import pathlib
 import random

@@ -1,4 +1,4 @@
-"""Files of a run: its config, metrics and receipts, and files beside them."""
+"""Files of a run: config.json, metrics.jsonl, run.jsonl and parameters.txt."""
 
 import pathlib
 import random

@@ -1,4 +1,4 @@
-"""Exported networks and other libraries' weights: config.json and model.safetensors."""
+"""Exported networks: config.json and model.safetensors."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ _PREDICT = ["--checkpoint=@/exported", "--text=a [MASK] b"]
 
 
 def draw(rng: random.Random, prepared: pathlib.Path) -> Input:
-    """Damages a file of exported weights, or changes the header of the arrays."""
+    """Damages a file of an exported network, or changes the header of model.safetensors."""
     module, arguments = rng.choice([("train", _TRAIN)] + [("predict", _PREDICT)] * 4)
     name = rng.choice(("exported/config.json", "exported/model.safetensors"))
     if name.endswith(".safetensors") and rng.random() < 0.6:
