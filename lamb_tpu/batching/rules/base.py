@@ -23,7 +23,7 @@ class Rule:
 
     Attributes:
       granularity: the number of examples of a microbatch over all devices. Every batch size is a
-        multiple of it.
+        multiple of this number.
       interval: the number of updates between decisions.
       needs: the names of the statistics that `next_batch` reads. If it is empty, the batch size is
         a function of the number of examples seen.
