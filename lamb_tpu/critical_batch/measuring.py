@@ -57,8 +57,8 @@ def measure(
     """Trains the branches that have no record in the run's folder, and records their losses.
 
     If `config` is None, it is read from the workdir; it may then name custom code only from the user's
-    own modules, unless `trust_workdir` is true (see `lamb_tpu.trust`). Raises a UserError
-    before anything compiles, or if a branch at the run's own batch size diverges.
+    own modules, unless `trust_workdir` is true (see `lamb_tpu.trust`). Raises UserError, before anything
+    compiles, if the run or an option is invalid; later, if a branch at the run's own batch size diverges.
     """
     if jax.process_count() > 1:
         raise UserError(
