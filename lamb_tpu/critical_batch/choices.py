@@ -117,7 +117,7 @@ def positions(text: str) -> list[durations.Duration]:
 def choose(
     run: Run, request: StudyRequest, factors: Sequence[int], checkpoints: Sequence[int]
 ) -> Study:
-    """Returns the study of a request; `checkpoints` are their numbers of completed updates, ascending."""
+    """Returns the study of a request; `checkpoints` has the update number of each checkpoint, ascending."""
     length = span(request.span, factors, run.recipe)
     return Study(
         starts=starts(request.at, checkpoints, length, run.recipe),

@@ -33,7 +33,7 @@ def momentum(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
-    """SGD with momentum; the learning rate multiplies the momentum, and decay is as in `sgd`."""
+    """SGD with momentum; the learning rate multiplies the momentum. The weight decay is as in `sgd`."""
     # Inside this function the name `momentum` is the argument. `checked` only reads a signature, and
     # `nesterov` has the same signature.
     checks.checked(nesterov, locals())

@@ -54,7 +54,7 @@ def clip_global_norm(
 def global_scale(
     grads: optax.Updates, max_norm: float | jax.Array, axis_name: AxisName = None
 ) -> jax.Array:
-    """Returns min(1, max_norm / G) as a float32 scalar, or float64 for float64 gradients."""
+    """Returns min(1, max_norm / global norm) as a float32 scalar, or float64 for float64 gradients."""
     norm = global_norm(grads, axis_name)
     # A comparison with NaN is False, but a NaN norm must give NaN: 1 + 0 * norm is NaN for NaN and
     # 1 for a finite norm. The inner `where` keeps the derivative finite at a norm of 0.

@@ -54,8 +54,8 @@ def scale_by_lamb(
     r"""LAMB's direction, :math:`\hat m_t / (\sqrt{\hat v_t + \epsilon_r} + \epsilon)`.
 
     This is Adam's direction. LAMB is a chain of this direction, weight decay, the trust ratio and
-    the learning rate. The following chain equals `lamb` bit for bit, also with any other argument that both
-    `scale_by_lamb` and `lamb` have:
+    the learning rate. The following chain equals `lamb` bit for bit, whatever the values of the arguments
+    that `scale_by_lamb` and `lamb` share:
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim
@@ -194,7 +194,7 @@ class AdamDirection(leafwise.Arguments):
         return 1 - self.b1 if self.grad_averaging else 1
 
     def _shares(self, leaf: Leaf, base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
-        """Returns the factors of a moment and of its newest term in the estimate of the moment.
+        """Returns the factors by which the estimate of a moment weights the moment and its newest term.
 
         Without Nesterov's form (`ahead` is False), the estimate has no separate newest term, and the
         second factor is None.

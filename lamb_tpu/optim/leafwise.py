@@ -7,7 +7,7 @@ can collect norms. If an optimizer has stages, see `staged`, its step is a funct
 
 Complex leaves work as in Optax: second moments and norms use |g|^2 and are real, and everything
 linear is complex. The gradient of a complex leaf must be the direction of steepest ascent;
-`jax.grad` of a real loss returns its conjugate.
+`jax.grad` of a real loss returns the conjugate of this direction.
 """
 
 import math
@@ -181,7 +181,7 @@ class _Walk(Arguments):
         stage: Any,
         num_devices: int = 1,
     ) -> tuple[Any, Apply]:
-        """Returns this device's message, and the second phase of the update, see `Reducing`."""
+        """Returns this device's message, and a function for the update's second phase, see `Reducing`."""
         if not isinstance(stage, Stage) or not stage.reduces:
             raise ValueError(f"stage={stage!r} must be a stage that sends a message")
         grad_leaves, old = self._checked(grads, state, params)
@@ -320,7 +320,7 @@ def common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
-    """Returns the value of a hyper-parameter, which is a number or a schedule, at an update."""
+    """Returns the value of a hyper-parameter (a number or a schedule) for an update."""
     return value(completed) if callable(value) else value
 
 

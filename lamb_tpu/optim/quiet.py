@@ -35,7 +35,7 @@ def hush_libtpu() -> None:
 
 
 class _Hushed:
-    """Starts a backend with `_VARIABLES` in the environment, unless the user has set their values."""
+    """Starts a backend with those `_VARIABLES` in the environment that the user has not set."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start

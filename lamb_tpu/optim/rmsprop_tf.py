@@ -90,7 +90,7 @@ def rmsprop_tf(
         `initial_scale` 0.
       lr_in_momentum: whether the learning rate multiplies each summand of the momentum; if False,
         it multiplies the momentum.
-      nesterov: step along :math:`\mu b_t` plus the current summand instead of along :math:`b_t`.
+      nesterov: whether to step along :math:`\mu b_t` plus the summand of update t, not along :math:`b_t`.
       cautious: as in `lamb`, but for the elements of the step instead of Adam's direction.
       weight_decay: :math:`\lambda`. EfficientNet's code adds to the loss 0.5e-5 times the sum of
         squares of all parameters except those of BatchNorm, which is a weight decay of 1e-5 in the

@@ -32,8 +32,8 @@ def schedule_free_adamw(
     are those of y instead of x; the authors recompute these averages at x before an evaluation.
 
     Update t, counted from 1, has the weight :math:`t^r m_t^p` in the average x, as in the authors'
-    code: r is `weight_step_power`, p is `weight_lr_power`, and :math:`m_t` is the largest rate up to
-    this update. `optax.contrib.schedule_free_adamw` has r = 0 and uses the rate of the next update,
+    code: r is `weight_step_power`, p is `weight_lr_power`, and :math:`m_t` is the largest rate of
+    updates 1 to t. `optax.contrib.schedule_free_adamw` has r = 0 and uses the rate of the next update,
     which differs during a warm-up.
 
     Args:
