@@ -1,4 +1,4 @@
-"""Compares branches with the run at its batch size, and with updates by hand at larger batch sizes."""
+"""Compares branches at the run's batch size with the run, and larger batches with updates by hand."""
 
 import dataclasses
 import doctest
