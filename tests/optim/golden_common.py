@@ -26,7 +26,7 @@ class Settings(dict):
         """Takes the settings with `names` and returns them as our `known` arguments.
 
         `names` maps our argument to its names in the implementations. If the settings have two of
-        these names, the later name wins.
+        these names, the name that is listed later wins.
         """
         return {
             ours: self.take(theirs)
@@ -153,7 +153,7 @@ def timm_decay(settings: Settings) -> dict[str, Any]:
 
 
 def mask(value: bool | str | None) -> Callable[[str], bool]:
-    """Parses a recorded mask: True or None for every leaf, False, or "not ['bias', ...]"."""
+    """Parses a recorded mask: True or None for all leaves, False for none, or "not ['bias', ...]"."""
     if value is None or isinstance(value, bool):
         return lambda path: value is not False
     if not re.fullmatch(r"not \[('\w+'(, )?)+\]", value):

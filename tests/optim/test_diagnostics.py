@@ -1,4 +1,4 @@
-"""Diagnostics are read from any part of a state, under the parameters' paths."""
+"""Tests that diagnostics anywhere in a state are read by the parameters' paths."""
 
 import jax
 import jax.numpy as jnp

@@ -22,7 +22,7 @@ def loss(params: optax.Params) -> jax.Array:
 
 
 def steps(tx: optax.GradientTransformation, l2: float) -> optax.Params:
-    """Returns the weights after three updates with the term in the loss."""
+    """Returns the weights after three updates with the L2 term in the loss."""
 
     def full(params: optax.Params) -> jax.Array:
         kept = [params["conv"]["kernel"], *params["output"].values()]  # without the norm

@@ -1,4 +1,4 @@
-"""libtpu prints nothing without a TPU; tests/test_readme.py tests this with a snippet too."""
+"""Tests the variables that silence libtpu without a TPU; tests/test_readme.py checks the output."""
 
 import os
 

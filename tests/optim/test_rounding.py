@@ -1,4 +1,4 @@
-"""Tests stochastic rounding: exact if possible, else exact on average; equal for all shardings."""
+"""Tests stochastic rounding: sums are exact if representable, else on average, for all shardings."""
 
 import jax
 import jax.numpy as jnp
