@@ -84,7 +84,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant(Rule):
-    """Keeps the batch size with which training begins.
+    """A rule that never changes the batch size.
 
     >>> Constant(granularity=8).next_batch(64, {}, examples=10_000)
     64

@@ -60,7 +60,7 @@ class Ramp(Rule):
             )
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
-        """Returns the batch size when `examples` examples have been seen."""
+        """Returns the batch size after `examples` examples."""
         del batch, statistics
         index = bisect.bisect_right(self.points, examples, key=lambda point: point[0]) - 1
         start, here = self.points[index]
