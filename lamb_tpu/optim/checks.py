@@ -20,7 +20,7 @@ _FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a real number or a scalar array, even if traced, but not a bool."""
+    """Returns whether the value is a real number or a real scalar array (also traced), but not a bool."""
     # Tracers are `jax.Array`s: their shape and dtype are known, but not their value.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
@@ -168,7 +168,7 @@ def check_static(**values: Any) -> None:
 def check_axis_name(axis_name: Any) -> None:
     """Raises ValueError unless `axis_name` has one of the forms of `trust_ratio.AxisName`.
 
-    If it is a function, `trust_ratio.axes_of` checks the function's return value for each leaf.
+    If `axis_name` is a function, `trust_ratio.axes_of` checks its return value for each leaf.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     given = axis_name is None or callable(axis_name) or isinstance(axis_name, PartitionSpec)

@@ -1,4 +1,4 @@
-"""Clipping by the global norm of all gradients, also inside `shard_map` and `pmap`."""
+"""Clipping by the global norm of all gradients, even inside `shard_map` and `pmap`."""
 
 import math
 from typing import Any
@@ -74,7 +74,7 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
 
 
 def check_max_norm(max_norm: Any, name: str = "clip_global_norm") -> None:
-    """Raises ValueError unless max_norm is above 0, or if it is an array narrower than float32."""
+    """Raises ValueError unless max_norm is above 0; also rejects JAX arrays narrower than float32."""
     if isinstance(max_norm, jax.Array):
         checks.check_range(name, max_norm)
     if isinstance(max_norm, jax.core.Tracer):

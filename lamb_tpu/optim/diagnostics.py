@@ -1,4 +1,4 @@
-"""Reads second moments from optimizer states and, with `collect=True`, trust ratios and norms."""
+"""Reads second moments and, with `collect=True`, trust ratios and norms from optimizer states."""
 
 import itertools
 import re

@@ -151,7 +151,7 @@ class AdamDirection(leafwise.Arguments):
         return leafwise.initial_moments(param, self.mu_dtype, self.nu_dtype)
 
     def moments(self, leaf: Leaf, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the moments after adding the leaf's gradient."""
+        """Returns the moments, updated with the leaf's gradient."""
         return leafwise.moments(leaf, leaf.grad, mu, nu, self.b1, self.b2, self._newest)
 
     def direction(
@@ -224,7 +224,7 @@ class Momentum(leafwise.Arguments):
     def step(
         self, leaf: Leaf, buffer: jax.Array, summand: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the direction, and the momentum after adding the summand."""
+        """Returns the direction, and the momentum updated with the summand."""
         share: Any = 1 - self.dampening
         if not self.dampen_first:
             # PyTorch's SGD initialises its buffer with the undampened first gradient.

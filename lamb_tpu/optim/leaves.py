@@ -87,7 +87,7 @@ _DESCRIBING = ("update", "state", "bytes")
 
 
 class Report(NamedTuple):
-    """An optimizer's update of each leaf, in the order of `jax.tree.leaves(params)`; see `report`."""
+    """A report of how an optimizer updates each leaf, in the order of `jax.tree.leaves(params)`."""
 
     optimizer: str
     params: optax.Params
@@ -103,7 +103,7 @@ class Report(NamedTuple):
         return algorithm.update if algorithm.takes(leaf) else algorithm.other
 
     def line(self) -> str:
-        """Returns one line with the number of values per algorithm, and the state."""
+        """Returns one line: the number of values per algorithm, and the state's arrays, dtypes and bytes."""
         total, algorithm = _values(self.leaves), ALGORITHMS.get(self.optimizer)
         if algorithm is None:
             phrases = [f"{self.optimizer}: all {total:,} values"]

@@ -162,5 +162,5 @@ class _Step(leafwise.Arguments):
         return trust_ratio.root(square) + self.eps, nu, mean
 
     def average(self, old: jax.Array, sample: jax.Array) -> jax.Array:
-        """Returns a moving average after a new sample."""
+        """Returns a moving average, updated with a new sample."""
         return (self.b2 * old.astype(sample.dtype) + (1 - self.b2) * sample).astype(old.dtype)

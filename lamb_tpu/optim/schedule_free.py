@@ -92,7 +92,7 @@ def schedule_free_adamw(
 
 
 def keeps_evaluation_params(opt_state: optax.OptState) -> bool:
-    """Returns whether a state, possibly of shapes instead of arrays, has separate evaluation weights."""
+    """Returns whether a state (of arrays, or of their shapes) has separate weights for evaluation."""
     return bool(_averaging(opt_state))
 
 

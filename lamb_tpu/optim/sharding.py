@@ -95,7 +95,7 @@ def state_sharding(
 
 
 def owner_of(path: tuple[Any, ...], known: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """Returns the path of the parameter in `known` to which the state's leaf at `path` belongs."""
+    """Returns the path in `known` of the parameter that owns the state's leaf at `path`, or None."""
     # Try suffixes of the path, the longest first. The last is the empty path, which belongs to a
     # parameter without a container. Compare keys instead of their text: 'a' may be a key of a dict or the
     # name of an attribute.

@@ -117,7 +117,7 @@ def leaves_devices_apart(tx: optax.GradientTransformation) -> bool:
 
 
 def frozen_after(freeze_step: int, discard_first: bool) -> Stages:
-    """Returns the stages of an optimizer with one warm-up."""
+    """Returns the stages of an optimizer whose second moments are frozen after a warm-up."""
     stages = (FIRST,) * discard_first + (WARM_UP, COMPRESSED)
     return Stages(stages, lambda c: number(c > 0) * int(discard_first) + number(c >= freeze_step))
 

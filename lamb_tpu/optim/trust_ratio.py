@@ -367,7 +367,7 @@ def _replicated(value: jax.Array) -> jax.Array:
 
 
 def diagnostics_of(treedef: Any, rows: Sequence[tuple[jax.Array, ...]]) -> Diagnostics:
-    """Returns the diagnostics of all leaves; `rows` has those of each leaf, in tree order."""
+    """Returns the diagnostics of all leaves; `rows` has the `leaf_diagnostics` in tree order."""
     return Diagnostics(*columns(treedef, rows, len(Diagnostics._fields)))
 
 
