@@ -97,7 +97,7 @@ def test_kernel_that_all_devices_share(check_vma: bool) -> None:
 
 
 def test_programs_for_tpus_are_those_of_jax() -> None:
-    """Programs for TPUs have the same products; on a CPU our kernel gradient is not transposed."""
+    """Tests that TPU programs have JAX's products, and that CPU programs transpose no kernel gradient."""
 
     def operations(product: Any, platform: str) -> list[str]:
         traced = jax.jit(functools.partial(gradients, product)).trace(*inputs((4, 3, 5)))

@@ -17,7 +17,7 @@ class Settings(dict):
     """Arguments of a recorded implementation; arguments left after all calls of `take` were not read."""
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a setting, or the implementation's default."""
+        """Removes a setting and returns its value, or the implementation's default."""
         return self.pop(name, default)
 
     def renamed(

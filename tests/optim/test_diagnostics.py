@@ -1,4 +1,4 @@
-"""Tests that diagnostics anywhere in a state are read by the parameters' paths."""
+"""Tests the reading of diagnostics from any part of a state, by the parameters' paths."""
 
 import jax
 import jax.numpy as jnp

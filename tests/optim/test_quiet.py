@@ -1,4 +1,4 @@
-"""Tests the variables that silence libtpu without a TPU; tests/test_readme.py checks the output."""
+"""Tests the environment variables that silence libtpu; tests/test_readme.py checks the output."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Tests stochastic rounding: sums are exact if representable, else on average, for all shardings."""
+"""Tests stochastic rounding: representable sums are exact, and other sums are exact on average."""
 
 import jax
 import jax.numpy as jnp
