@@ -131,7 +131,7 @@ def follow(rule: Rule, batch: int, total: int, most: int) -> Path:
     [(0, 8), (2, 24), (3, 16)]
 
     Args:
-      rule: a rule with empty `needs`. It decides before each update for which it is due.
+      rule: a rule with empty `needs`. The rule decides before each update for which `due` is true.
       batch: the batch size before the first decision, in examples.
       total: the number of examples of the run, a multiple of the batch granularity.
       most: the largest allowed number of updates.

@@ -15,12 +15,12 @@ The learning rate of a branch is the run's schedule at the examples seen, times 
 --scaling; there is no new warm-up.
 
 The loss is measured on the full --split, without dropout or augmentation. It is the mean of
-measurements after 5, 6, 7 and 8 eighths of the branch, rounded up in the same way.
-A batch size is within the tolerance if its loss exceeds the loss at the run's batch size by at most
-the fraction --tolerance; both are means over --seeds. The critical batch size is the largest batch
-size up to which all batch sizes of the study are within the tolerance. The batch size at which the
-loss crosses the tolerance is interpolated between the critical and the next larger batch size. If
-the smallest factor above 1 already exceeds the tolerance, the run's own batch size may also be above
+measurements after 5, 6, 7 and 8 eighths of the branch, rounded up in the same way. A batch size is
+within the tolerance if its loss exceeds the loss at the run's batch size by at most the fraction
+--tolerance; both losses are means over --seeds. The critical batch size is the largest batch size
+up to which all batch sizes of the study are within the tolerance. The batch size at which the loss
+crosses the tolerance is interpolated between the critical and the next larger batch size. If the
+smallest factor above 1 already exceeds the tolerance, the run's own batch size may also be above
 the critical batch size, which branches cannot show.
 
 A small tolerance needs several seeds: 1 percent of a loss can be less than the noise of one branch.

@@ -124,7 +124,7 @@ class Branches:
         Args:
           start: an element of `starts`.
           factor: an element of `factors`.
-          seed: seed of the order of the examples. If it is the run's seed, the branch reads the examples
+          seed: seed of the order of the examples. With the run's seed, the branch reads the examples
             that the run read after the checkpoint.
           at: when to measure the branch, in updates of the run since the branch's start: ascending
             multiples of the factor. The branch ends at the last of them.

@@ -89,7 +89,7 @@ def convolve(
 
 
 def are_fast_in_loops(program: str) -> bool:
-    """Returns whether all convolutions of a program are as fast in a loop on a CPU as outside it.
+    """Returns whether all convolutions of a program are as fast in a loop on a CPU as outside a loop.
 
     The program is StableHLO as text, lowered for a CPU. Convolutions from `convolve` are fast, and
     gradients of `jax.lax` convolutions are not.

@@ -82,7 +82,7 @@ def agvm(
       bounds: :math:`l, u`, the bounds of the ratio under the root. With the defaults, factors are
         in [0.71, 3.16].
       eps: :math:`\epsilon`.
-      second_moment: for Adam-like optimizers, a function from the state of `inner` to its second
+      second_moment: for Adam-like optimizers, a function from the state of `inner` to the second
         moments :math:`v`, a tree like the parameters, for example `lambda state: state[0].nu`.
         Before the cosine is computed, the mean gradient h of each half is then divided by
         :math:`\sqrt{\beta_2 v + (1 - \beta_2) h^2}` plus `eps_root`, without bias correction of v.

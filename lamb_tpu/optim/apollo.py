@@ -27,7 +27,7 @@ SCALINGS = ("channel", "tensor")
 
 
 class ApolloState(NamedTuple):
-    """State of `apollo`. The moments of a matrix have the length `rank` in place of its short side."""
+    """State of `apollo`. The moments of a matrix have an axis of size `rank` in place of the short side."""
 
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: of projected gradients for matrices, of gradients for other leaves
@@ -88,7 +88,7 @@ def apollo(
     tree, and the count. Projections do not depend on shardings, but a stack of layers draws other
     numbers than separate layers. Inside `shard_map` a matrix that adapts may be split along any
     axis if `axis_name` gives its `PartitionSpec`: every device draws the full projection and uses
-    its shard. The name of a mesh axis is rejected, because it does not say which side is split.
+    its shard. The name of a mesh axis is rejected, because a name does not say which side is split.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
     >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
@@ -103,8 +103,8 @@ def apollo(
         quarter of the width for smaller models, and 1 for APOLLO-Mini.
       scale: :math:`\alpha`; 1 in APOLLO, 128 in APOLLO-Mini.
       scaling: 'channel' for a factor :math:`s_j` for each of the :math:`n` columns, 'tensor' for a
-        single factor per matrix. The rows of a square matrix are projected; they are its first axis
-        unless `matrix_axes` says otherwise. The authors project the second axis of square matrices
+        single factor per matrix. The rows of a square matrix are projected; the rows are the first
+        axis unless `matrix_axes` says otherwise. The authors project the second axis of square matrices
         in PyTorch, where weights are the transposes of Flax's kernels.
       update_gap: updates between two draws of a projection, at least 1; 200 in the authors'
         examples.

@@ -33,7 +33,7 @@ def is_pair(value: Any) -> bool:
 
 
 def checked(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Checks a function's arguments against its annotations; returns them.
+    """Checks a function's arguments against the function's annotations, and returns the arguments.
 
     Flags must be True or False. Floats must be at least 0, and below 1 if `_BELOW_ONE` has their name.
     Whole numbers, schedules, bounds, dtypes and mesh axes are checked too. The caller checks arguments

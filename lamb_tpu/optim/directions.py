@@ -69,8 +69,8 @@ def scale_by_lamb(
     >>> print(lamb.update(grads, lamb.init(params), params)[0]['kernel'])
     [-0.3518412  -0.35525733]
 
-    Args: see `lamb`. `bias_correction='step'` is not available, because it is a factor of the
-      learning rate. `rules` (which axes stack layers) and `axis_name` only have an effect with
+    Args: see `lamb`. `bias_correction='step'` is not available, because this correction is a factor of
+      the learning rate. `rules` (which axes stack layers) and `axis_name` only have an effect with
       `cautious`.
 
     Returns:
@@ -110,9 +110,8 @@ def scale_by_lars(
     - ratio, momentum, rate: `denominator='decayed', accumulate='adapted'`;
     - momentum, ratio, rate: `denominator='momentum', accumulate='gradients'`.
 
-    Two forms are only available in `lars`: the denominator 'gradient', because it needs separate
-    norms of the decay and the raw gradient; and LARC's clip, because it compares the ratio with the
-    rate.
+    Two forms are only available in `lars`: the denominator 'gradient', which needs separate norms of
+    the decay and the raw gradient; and LARC's clip, which compares the ratio with the rate.
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim

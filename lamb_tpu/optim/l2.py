@@ -15,7 +15,7 @@ def add_l2(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adds the gradient of the term :math:`\frac{\lambda}{2} \|w\|^2` to the gradients for `inner`.
 
-    This reproduces code that adds this term to its loss, such as tensorflow/tpu's EfficientNet with
+    This reproduces code that adds the term to the loss, such as tensorflow/tpu's EfficientNet with
     LARS; there, the term is part of every gradient norm that the optimizer computes. The state is
     `inner`'s state.
 

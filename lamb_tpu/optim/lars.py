@@ -2,7 +2,7 @@ r"""LARS: momentum SGD with a separate step length for each layer.
 
 Published implementations of LARS differ in four choices, which are arguments of `lars`: what
 the ratio divides by, what the momentum accumulates, where weight decay is added, and how the ratio
-is bounded. A learning rate that was tuned for one form does not suit the others.
+is bounded. A learning rate that was tuned for one form does not suit the other forms.
 `presets.PRESETS['lars']` has the arguments that reproduce each implementation, for example
 `lars(rate, **presets.preset('lars', 'larc'))`.
 """
@@ -112,7 +112,7 @@ def lars(
       norm: 'l2', 'l1' or 'linf'; the paper uses l2.
       phi_bounds: the bounds of :math:`\phi`, which is the identity by default.
       zero_ratio: the ratio of a layer if its weights, or the tensor in the denominator, are all 0.
-      collect: with `trust_clip` the stored ratio is the clipped one,
+      collect: with `trust_clip` the stored ratio is the clipped ratio,
         :math:`\min(r_t / \eta_{t-1}, 1)`.
 
     Raises:

@@ -9,8 +9,8 @@ Muon: 288 of 296 values; Adam: the rest; state: mu,nu float32; 1,216 bytes
 >>> [summary.update_of(leaf) for leaf in summary.leaves]
 ['Adam', 'Muon']
 
-An array of the state belongs to a parameter if its path in the state ends in the parameter's path.
-This rule works for any transform, also inside chains, partitions and `optax.MultiSteps`.
+An array of the state belongs to a parameter if the array's path ends in the parameter's path.
+This rule works for any transform, even inside chains, partitions and `optax.MultiSteps`.
 """
 
 import itertools

@@ -27,7 +27,7 @@ def schedule_free_adamw(
 
     The trained parameters y, at which gradients are computed, lie between the iterate z of AdamW
     and the average x of all iterates: y = (1 - b1) z + b1 x. **Evaluate at x**, which
-    `evaluation_params(opt_state, params)` returns. The trainer and the commands that read its
+    `evaluation_params(opt_state, params)` returns. The trainer and the commands that read
     checkpoints do this. Use a warm-up, but no decay of the rate. The running averages of BatchNorm
     are those of y instead of x; the authors recompute these averages at x before an evaluation.
 

@@ -1,4 +1,4 @@
-r"""The layerwise trust ratio, on which LAMB, LARS and similar optimizers are built.
+r"""The layerwise trust ratio, the basis of LAMB, LARS and similar optimizers.
 
 For the weights :math:`w` and the direction :math:`u` of one layer,
 

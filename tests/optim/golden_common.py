@@ -118,7 +118,7 @@ def group_without_decay(settings: Settings) -> Rules:
 def grouped(
     settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
 ) -> Rules:
-    """Returns rules from the parameter group with separate options; its decay is 0 or the common decay.
+    """Returns rules from the group with separate options; the group's decay is 0 or the common decay.
 
     If `tied`, a group without decay only adapts if `always_adapt` is set.
     """

@@ -108,7 +108,7 @@ def seesaw_points(
       batch: the initial batch size, in examples.
       cuts: the numbers of examples after which the schedule divides its rate.
       decay: the divisor of the rate.
-      granularity: the batch granularity; batch sizes are rounded to its nearest multiple.
+      granularity: the batch granularity; batch sizes are rounded to the nearest multiple of it.
     """
     factor = seesaw(decay).batch
     return (
