@@ -12,8 +12,8 @@ The noise scale is :math:`\mathrm{tr}(\Sigma) / |G|^2`, in examples. The estimat
 noisy, and the ratio of two noisy numbers is biased, so both estimates are averaged over updates
 before the division.
 
-The best estimate of :math:`|g_b|^2` is the mean over all parts of a batch, which are its microbatches
-or the shares of its devices. To compute this mean, sum the squared norms of the parts' gradients, and
+The best estimate of :math:`|g_b|^2` is the mean over all parts of a batch: the microbatches, or the
+rows of each device. To compute this mean, sum the squared norms of the parts' gradients, and
 the number of parts, over microbatches and devices.
 
 References:
@@ -103,7 +103,7 @@ def update(state: NoiseScaleState, new: Estimate, decay: float) -> NoiseScaleSta
 
 
 def averages(state: NoiseScaleState) -> Estimate:
-    """Returns both averages with the bias of their start at 0 corrected; NaN before any estimate."""
+    """Returns both averages, corrected for the bias of a start at 0; NaN before the first estimate."""
     xp = _library(*state)
     weight = xp.where(state.weight > 0, state.weight, math.nan)
     return Estimate(state.grad_sq / weight, state.trace / weight)

@@ -1,4 +1,4 @@
-"""The path of a run: the batch size of every update, and the number of examples before it."""
+"""The path of a run: the batch size of every update, and the number of examples before each update."""
 
 import bisect
 import dataclasses
@@ -14,8 +14,8 @@ class Path:
     """Batch sizes of all updates of a run, as far as they have been decided.
 
     The last batch size that was decided is used until the end of the run. The run ends with the
-    update that reaches its number of examples, and the batch of this update is cut to the remaining
-    examples. So at any time every update has a batch size, and another decision changes only later
+    update that reaches `total` examples, and the batch of this update is cut to the remaining
+    examples. So at any time every update has a batch size, and a further decision changes only later
     updates. Updates are counted from 0: update t follows t completed updates.
 
     A segment is a range of updates with the same batch size.
@@ -92,7 +92,7 @@ class Path:
         return sizes
 
     def change(self, step: int, batch: int) -> "Path":
-        """Returns the path in which the updates after the first `step` have another batch size.
+        """Returns the path in which update `step` and all later updates have the size `batch`.
 
         Raises:
           ValueError: the batch size of a later update has already been decided, or the run ends
@@ -115,7 +115,7 @@ class Path:
         return [[first, batch] for first, batch in self.segments if first <= step]
 
     def changes(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (first update, number of examples before it, batch size) of each segment."""
+        """Yields (first update, number of examples before this update, batch size) of each segment."""
         for first, batch in self.segments:
             yield first, self.examples(first), batch
 
@@ -131,7 +131,7 @@ def follow(rule: Rule, batch: int, total: int, most: int) -> Path:
     [(0, 8), (2, 24), (3, 16)]
 
     Args:
-      rule: a rule with empty `needs`. It decides before each update for which it is due.
+      rule: a rule with empty `needs`. The rule decides before each update for which `due` is true.
       batch: the batch size before the first decision, in examples.
       total: the number of examples of the run, a multiple of the batch granularity.
       most: the largest allowed number of updates.

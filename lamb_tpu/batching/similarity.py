@@ -1,8 +1,8 @@
 """The cosine of the gradients of two halves of a batch, for the network and for each module.
 
-In SimiGrad, one half is the rows of the devices with even index, and the other half is the rows of
-the devices with odd index. On one device the halves are the even and the odd microbatches. Both
-gradients are means over the same number of examples.
+As in SimiGrad, under `shard_map` one half is the rows of the devices with even index, and the other
+half is the rows of the devices with odd index. Under `jit`, and on one device, the halves are the even
+and the odd microbatches. Both gradients are means over the same number of examples.
 
 References:
   Qin et al., SimiGrad: Fine-Grained Adaptive Batching for Large Scale Training using Gradient
@@ -37,7 +37,7 @@ def similarity(
       even: the mean gradient of one half of the batch.
       odd: the mean gradient of the other half.
       modules: {name: regular expression over '/'-joined paths}. A leaf belongs to the first module
-        that matches its path, and every leaf must match one. None for the entire network only.
+        that matches its path, and every leaf must match a module. None for the network only.
       axis_name: see `lamb_tpu.optim`.
 
     Returns:

@@ -58,8 +58,8 @@ def sums(grads: PyTree, mean: Any, per_tensor: bool = False, direction: Any = No
       mean: the mean of all rows of all parts; a tree like `grads`, but without the first axis.
       per_tensor: whether to take inner products within each leaf, as published, instead of over the
         entire vector.
-      direction: a tree like `mean`. Inner products are taken with it, and `grad_sq` is its squared
-        norm. None for `mean`. If the rows are a sample of a batch, use the gradient of the batch.
+      direction: a tree like `mean`. Inner products are taken with this tree, whose squared norm is
+        `grad_sq`. None for `mean`. If the rows are a sample of a batch, use the gradient of the batch.
     """
     columns = []
     direction = mean if direction is None else direction
@@ -106,7 +106,7 @@ def statistics(
 
     Rows may also be mean gradients of microbatches, which are cheap to compute. The variance of
     these means, times the number of examples per microbatch, is an unbiased estimate of the
-    per-example variance, but it is noisier. For the norm test, `trace` of `noise_scale.estimate` is
+    per-example variance, but a noisier one. For the norm test, `trace` of `noise_scale.estimate` is
     the same number, and only needs norms.
 
     >>> grads = {'w': jnp.array([[1., 1.], [3., 1.], [2., 4.]])}

@@ -1,1 +1,1 @@
-"""The command `critical_batch`: measures a run's critical batch size by short branches of the run."""
+"""The command `critical_batch`: measures a run's critical batch size with short branches of the run."""

@@ -5,32 +5,32 @@
       --factors=1,2,4,8,16 --span='1 epochs' --seeds=3 --scaling=sqrt
 
 From the checkpoint nearest to each position of --at, short branches continue at several batch
-sizes: the run's batch size times --factors. All branches from a position read the same examples in
-the same order as the run, and have the same length: --span, rounded up to whole updates of every
-factor. They start from the full training state: weights, moments, BatchNorm statistics and weight
-averages. A factor also multiplies config.accumulation_steps, so memory use and BatchNorm groups do
-not change.
+sizes: the run's batch size times --factors. All branches have the same length: --span, rounded up
+to a whole number of updates at every factor. With the same seed they read the same examples in the
+same order; with the first seed, in the run's order. They start from the full training state:
+weights, moments, BatchNorm statistics and weight averages. A factor also multiplies
+config.accumulation_steps, so memory use and BatchNorm groups do not change.
 
 The learning rate of a branch is the run's schedule at the examples seen, times a constant given by
 --scaling; there is no new warm-up.
 
 The loss is measured on the full --split, without dropout or augmentation. It is the mean of
-measurements after 5, 6, 7 and 8 eighths of the branch, rounded up to whole updates of every factor.
-A batch size is within the tolerance if its loss exceeds the loss at the run's batch size by at most
-the fraction --tolerance; both are means over --seeds. The critical batch size is the largest batch
-size up to which all batch sizes of the study are within the tolerance. The batch size at which the
-loss crosses the tolerance is interpolated between the critical and the next larger batch size. If
-the smallest factor above 1 already exceeds the tolerance, the run's own batch size may also be above
+measurements after 5, 6, 7 and 8 eighths of the branch, rounded up in the same way. A batch size is
+within the tolerance if its loss exceeds the loss at the run's batch size by at most the fraction
+--tolerance; both losses are means over --seeds. The critical batch size is the largest batch size
+up to which all batch sizes of the study are within the tolerance. The batch size at which the loss
+crosses the tolerance is interpolated between the critical and the next larger batch size. If the
+smallest factor above 1 already exceeds the tolerance, the run's own batch size may also be above
 the critical batch size, which branches cannot show.
 
 A small tolerance needs several seeds: 1 percent of a loss can be less than the noise of one branch.
 With several seeds the table has the standard error of each excess.
 
-The run must have ended or been stopped, and must still have its checkpoints; keep some permanently
-with --config.checkpoint.keep_every='10 percent'. The command writes two files into RUN.
-critical_batch.jsonl has a line for each branch, so that a repeated command, or a command with other
-positions, trains only the missing branches. critical_batch.svg shows the critical batch size over
-training and, if the run has recorded it, the noise scale.
+The run must have ended or been stopped, and must still have checkpoints. To keep checkpoints
+permanently, train with --config.checkpoint.keep_every='10 percent'. The command writes two files
+into RUN. critical_batch.jsonl has a line for each branch, so that a repeated command, or a command
+with other positions, trains only the missing branches. critical_batch.svg shows the critical batch
+size over training and, if the run has recorded it, the noise scale.
 """
 
 from absl import flags

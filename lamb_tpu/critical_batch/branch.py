@@ -54,7 +54,7 @@ def widened(run: Run, starts: Sequence[int], factor: int, rate_factor: float) ->
     `rate_factor`. Everything else that counts updates, such as bias correction, counts updates of the
     branch. With weight_decay_scaling='timescale' the weight decay keeps AdamW's timescale.
 
-    One program serves all branches, so a branch must end before the next of the ascending starts.
+    `starts` ascend. One program serves all branches, so a branch must end before the next start.
     """
     spec = dataclasses.replace(
         run.spec,
@@ -83,8 +83,8 @@ def widened(run: Run, starts: Sequence[int], factor: int, rate_factor: float) ->
 class Branches:
     """Branches of a run at several batch sizes, from several of its checkpoints.
 
-    The run is in one process, and its data are not streams. `starts` are the ascending updates of the
-    checkpoints, `factors` the multiples of the run's batch size, and `rule` is one of
+    The run is in one process, and its data are not streams. `starts` are the checkpoints' numbers of
+    completed updates, ascending. `factors` are multiples of the run's batch size. `rule` is a key of
     `optim.scaling.SCALING_RULES`.
 
     Attributes:
@@ -122,14 +122,14 @@ class Branches:
         """Trains a branch and returns its losses, which are NaN or infinite if the branch diverges.
 
         Args:
-          start: one of the starts.
-          factor: one of the factors.
-          seed: seed of the order of the examples. If it is the run's seed, the branch reads the examples
+          start: an element of `starts`.
+          factor: an element of `factors`.
+          seed: seed of the order of the examples. With the run's seed, the branch reads the examples
             that the run read after the checkpoint.
-          at: when to measure the branch, in updates of the run since its start: ascending multiples of the
-            factor; the last one ends the branch.
+          at: when to measure the branch, in updates of the run since the branch's start: ascending
+            multiples of the factor. The branch ends at the last of them.
           measure: returns the loss of a state.
-          trained: called after each update with its number of examples.
+          trained: called after each update with the update's number of examples.
         """
         run, wide, step = self._run, self._runs[factor], self._steps[factor]
         # Read the checkpoint again for each branch: a second copy would need additional memory.

@@ -37,10 +37,10 @@ class Study(NamedTuple):
     """Branches to train, with all defaults filled in.
 
     Attributes:
-      starts: completed updates of the checkpoints, ascending.
+      starts: the checkpoints' numbers of completed updates, ascending.
       factors: multiples of the run's batch size, ascending from 1.
-      at: updates after which each branch is measured, see `branch.measured_at`; the last one ends it.
-      seeds: seeds of the orders of the examples.
+      at: updates after which each branch is measured; the branch ends at the last. See `branch.measured_at`.
+      seeds: seeds for the order of the examples.
       split: split on which the loss is measured.
       metric: name of the loss.
     """
@@ -117,7 +117,7 @@ def positions(text: str) -> list[durations.Duration]:
 def choose(
     run: Run, request: StudyRequest, factors: Sequence[int], checkpoints: Sequence[int]
 ) -> Study:
-    """Returns the study of a request; `checkpoints` are the ascending updates of the checkpoints."""
+    """Returns the study of a request; `checkpoints` has the update number of each checkpoint, ascending."""
     length = span(request.span, factors, run.recipe)
     return Study(
         starts=starts(request.at, checkpoints, length, run.recipe),
@@ -147,7 +147,7 @@ def span(text: str, factors: Sequence[int], recipe: Recipe) -> int:
 
 
 def starts(text: str, checkpoints: Sequence[int], length: int, recipe: Recipe) -> list[int]:
-    """Returns the updates of the checkpoints nearest to the positions of --at, ascending."""
+    """Returns the updates at which branches start: the checkpoints nearest to --at, ascending."""
     total, result = recipe.total_steps, list[int]()
     for position in positions(text):
         wanted = position.steps(recipe.batch_size, recipe.num_examples, total)

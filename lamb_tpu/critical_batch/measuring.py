@@ -56,9 +56,9 @@ def measure(
 ) -> Outcome:
     """Trains the branches that have no record in the run's folder, and records their losses.
 
-    If `config` is None, it is read from the workdir; it may then name custom code only from the user's
-    own modules, unless `trust_workdir` is true (see `lamb_tpu.trust`). Raises a UserError
-    before anything compiles, or if a branch at the run's own batch size diverges.
+    If `config` is None, the workdir's config is read, which may name custom code only from the user's
+    own modules, unless `trust_workdir` is true (see `lamb_tpu.trust`). Raises UserError, before anything
+    compiles, if the run or an option is invalid; later, if a branch at the run's own batch size diverges.
     """
     if jax.process_count() > 1:
         raise UserError(

@@ -11,7 +11,7 @@ from lamb_tpu.watch.progress import format_seconds
 
 
 class BranchProgress:
-    """Context manager that shows progress on stderr, in examples per second with the time left.
+    """Context manager that shows progress on stderr: examples per second, and the time left.
 
     The rate is the mean since the first branch began, including compilation and evaluation.
     """

@@ -12,7 +12,7 @@ from lamb_tpu.critical_batch.measuring import Outcome
 
 
 def table(outcome: Outcome) -> str:
-    """Returns the critical batch size at each position, followed by the excesses of the batch sizes."""
+    """Returns two tables: the critical batch size at each position, and the excess of each batch size."""
     run, study, rows = outcome.run, outcome.study, outcome.rows
     batch = run.spec.batch_size
     seeds = f", {len(study.seeds)} seeds" if len(study.seeds) > 1 else ""

@@ -1,8 +1,8 @@
-"""The core of attention: softmax of scores, dropout and the sum of values, with its gradient.
+"""The core of attention: softmax of scores, dropout, the weighted sum of values, and the gradient.
 
 At 512 tokens BERT-Large has 67 million scores per layer for 16 examples, and each pass over them
 takes more time than the matrix products. Therefore `attend` stores only one array of that size for
-the backward pass, in the activations' dtype. Without `attend`, the compiler stores up to four.
+the backward pass, in the activations' dtype. Without `attend`, the compiler stores up to four such arrays.
 """
 
 import functools

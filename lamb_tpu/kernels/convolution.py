@@ -6,8 +6,8 @@ the loop over microbatches. Depthwise convolutions and convolutions with 2x2 out
 forward and backward. Programs for CPUs therefore use other forms:
 
 - The input's gradient is a convolution of the outputs' gradient, in the fast order. With a stride,
-  the kernel's taps are divided into phases. The taps of a phase read the same pixels, one stride
-  apart, so each phase is a separate convolution without stride.
+  the kernel's taps are divided into phases. All taps of a phase read the same set of pixels, which are
+  one stride apart, so each phase is a separate convolution without stride.
 - The kernel's gradient is a matrix product of patches, a few images at a time.
 - If the kernel is depthwise or 1x1, or the output has few pixels, the convolution is a sum of
   products over the kernel's taps.
@@ -89,7 +89,7 @@ def convolve(
 
 
 def are_fast_in_loops(program: str) -> bool:
-    """Returns whether all convolutions of a program are as fast in a loop on a CPU as outside it.
+    """Returns whether all convolutions of a program are as fast in a loop on a CPU as outside a loop.
 
     The program is StableHLO as text, lowered for a CPU. Convolutions from `convolve` are fast, and
     gradients of `jax.lax` convolutions are not.
@@ -230,7 +230,7 @@ def _widened(x: jax.Array, kernel: jax.Array, how: _How) -> jax.Array:
 
 
 class _Phase(NamedTuple):
-    """Taps of a kernel along one axis that read the same pixels, one stride apart."""
+    """Taps of a kernel along one axis that read the same set of pixels, which are one stride apart."""
 
     taps: slice  # of the kernel
     num_taps: int
@@ -361,7 +361,7 @@ def _kernel_gradient(x: jax.Array, kernel: jax.Array, gradient: jax.Array, how: 
 
 
 def _pixels(first: int, stride: int, count: int, size: int) -> tuple[slice, tuple[int, int]]:
-    """Returns a slice of `count` pixels starting at `first`, and the pixels of padding around it.
+    """Splits `count` pixels from `first` on into a slice of the input, and padding pixels (before, after).
 
     >>> _pixels(-3, 2, 6, 7)
     (slice(1, 6, 2), (2, 1))

@@ -6,8 +6,8 @@ channels. Packing puts examples n, n + 1, ... of a device's batch into one row, 
 channels side by side: (32, h, w, 144) becomes (8, h, w, 4 x 144), which uses 576 of 640 lanes.
 Operations on separate channels, such as a depthwise convolution, need no change.
 
-The kernel of a convolution over channels gets zeros between different examples. It needs `packed`
-times as many products, but few channels leave the matrix units idle anyway. So packing only pays on
+The kernel of a convolution over channels gets zeros between different examples, so the convolution has
+`packed` times as many products. But few channels leave the matrix units idle anyway. So packing only pays on
 TPUs and for few channels. `BatchNorm` of `lamb_tpu.models.norm` supports packed examples.
 """
 
@@ -26,8 +26,8 @@ _SUBLANES, _MOST = 8, 4
 def examples_a_row(rows: int) -> int:
     """Returns the number of examples to pack on a device with `rows` examples: 4, 2 or 1.
 
-    It is 1 if packing does not pay: on devices other than TPUs, and if the packed examples do not
-    fill complete tiles of 8. It is also 1 outside shard_map, where `rows` counts the rows of all
+    The number is 1 if packing does not pay: on devices other than TPUs, and if packed examples do not
+    fill complete tiles of 8. The number is also 1 outside shard_map, where `rows` counts the rows of all
     devices, so a packed row could span two devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -68,7 +68,7 @@ class Conv(nn.Module):
       stride: stride in both directions.
       dtype: dtype of the computation.
       kernel_init: draws the kernel, float32 (size, size, inputs, channels).
-      depthwise: convolve each channel separately; `channels` must then equal the input's channels,
+      depthwise: whether to convolve each channel separately; `channels` must then equal the input's channels,
         and the kernel has 1 input.
       packed: number of examples per row.
     """

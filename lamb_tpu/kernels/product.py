@@ -35,7 +35,7 @@ def dot_general(
       preferred_element_type: dtype of the sums and of the result; None for the factors' dtype.
 
     Returns:
-      (..., outputs). Differentiable in reverse mode; its gradient is differentiable in both modes.
+      (..., outputs). Differentiable in reverse mode; the gradient is differentiable in both modes.
 
     Raises:
       ValueError: other axes are contracted, the kernel is not a matrix, or a precision is given.

@@ -58,7 +58,7 @@ def run(
       kernels: the parameters. The operands of matrix products have the dtype of the kernels, and
         everything else has the dtype of the bias.
       carry: the carry before the first step.
-      valid: bool (steps, batch). Where it is False, the carry does not change, and the output is
+      valid: bool (steps, batch). Where False, the carry does not change, and the output is
         the carried hidden state.
       factor: (batch, features), multiplied with the hidden state before each step's matrix product,
         such as a dropout mask; None for 1. It gets no gradient.

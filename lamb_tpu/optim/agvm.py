@@ -53,8 +53,8 @@ def agvm(
       \mu_m &= \sqrt{\mathrm{clip}\left(\frac{\phi_0 + \epsilon}{\phi_m + \epsilon}, l, u\right)} \\
       s_m &\leftarrow \alpha s_m + (1 - \alpha) \mu_m
 
-    Every update from `start` to `stop`, also between measurements, is :math:`s_m` times the update
-    of `inner`. The factor therefore scales everything that `inner` multiplies by the learning rate,
+    Every update from `start` to `stop` (inclusive), even between measurements, is :math:`s_m` times the
+    update of `inner`. The factor therefore scales everything that `inner` multiplies by the learning rate,
     such as decoupled weight decay. The factor does not enter the momentum of `inner`, even if this
     momentum accumulates steps that include the rate, as in `lars`. The factor of the anchor is 1.
 
@@ -82,7 +82,7 @@ def agvm(
       bounds: :math:`l, u`, the bounds of the ratio under the root. With the defaults, factors are
         in [0.71, 3.16].
       eps: :math:`\epsilon`.
-      second_moment: for Adam-like optimizers, a function from the state of `inner` to its second
+      second_moment: for Adam-like optimizers, a function from the state of `inner` to the second
         moments :math:`v`, a tree like the parameters, for example `lambda state: state[0].nu`.
         Before the cosine is computed, the mean gradient h of each half is then divided by
         :math:`\sqrt{\beta_2 v + (1 - \beta_2) h^2}` plus `eps_root`, without bias correction of v.
@@ -191,7 +191,7 @@ def _times(factors: jax.Array, index: Sequence[int], updates: optax.Updates) -> 
 
 
 def _preconditioned(half: Any, moments: PyTree, b2: float, eps: float) -> Any:
-    """Divides the gradient of a half by the root of the second moments, updated with its squares."""
+    """Divides a half's gradient by the root of the second moments, updated with the gradient's squares."""
     return jax.tree.map(
         lambda h, v: h / (jnp.sqrt(b2 * v + (1 - b2) * trust_ratio.real_product(h, h)) + eps),
         half,

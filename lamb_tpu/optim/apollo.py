@@ -27,7 +27,7 @@ SCALINGS = ("channel", "tensor")
 
 
 class ApolloState(NamedTuple):
-    """State of `apollo`. In the moments of a matrix, its short side has the length `rank`."""
+    """State of `apollo`. The moments of a matrix have an axis of size `rank` in place of the short side."""
 
     count: jax.Array  # type: ignore[assignment]  # int32, (): completed updates
     mu: Any  # first moments: of projected gradients for matrices, of gradients for other leaves
@@ -88,7 +88,7 @@ def apollo(
     tree, and the count. Projections do not depend on shardings, but a stack of layers draws other
     numbers than separate layers. Inside `shard_map` a matrix that adapts may be split along any
     axis if `axis_name` gives its `PartitionSpec`: every device draws the full projection and uses
-    its shard. The name of a mesh axis is rejected, because it does not say which side is split.
+    its shard. The name of a mesh axis is rejected, because a name does not say which side is split.
 
     >>> tx = apollo(0.01, rank=1, scale=128.0, scaling='tensor')
     >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
@@ -103,8 +103,8 @@ def apollo(
         quarter of the width for smaller models, and 1 for APOLLO-Mini.
       scale: :math:`\alpha`; 1 in APOLLO, 128 in APOLLO-Mini.
       scaling: 'channel' for a factor :math:`s_j` for each of the :math:`n` columns, 'tensor' for a
-        single factor per matrix. The rows of a square matrix are projected; they are its first axis
-        unless `matrix_axes` says otherwise. The authors project the second axis of square matrices
+        single factor per matrix. The rows of a square matrix are projected; the rows are the first
+        axis unless `matrix_axes` says otherwise. The authors project the second axis of square matrices
         in PyTorch, where weights are the transposes of Flax's kernels.
       update_gap: updates between two draws of a projection, at least 1; 200 in the authors'
         examples.
@@ -234,8 +234,8 @@ def projected_side(
 ) -> tuple[int, ...] | None:
     """Returns the axes of the short side of a matrix, which is projected; None for an AdamW leaf.
 
-    In the projected gradient, the last of these axes has the size `rank`. If possible, this axis has
-    another size in the leaf, because `sharding.state_sharding` recognises axes by their size.
+    In the projected gradient, the last of these axes has the size `rank`. If possible, this is an axis
+    of another size in the leaf, because `sharding.state_sharding` recognises axes by their size.
     """
     sides = metadata.matrix(len(shape), by_name=False) if metadata.adapt else None
     if sides is None:
@@ -255,7 +255,7 @@ def projection_shape(
 
 
 def projection(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws a Gaussian matrix of variance 1 / rank, which preserves squared norms on average."""
+    """Draws Gaussian matrices with elements of variance 1 / rank, which preserve squared norms on average."""
     return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
 
 
@@ -266,7 +266,7 @@ def project(
     side: tuple[int, ...],
     split: Split,
 ) -> jax.Array:
-    """Projects a gradient along `side`: the side's last axis gets the size rank, its others size 1.
+    """Projects a gradient along `side`: the last axis of `side` gets the size rank, the others size 1.
 
     Computes in full float32: the default precision of an accelerator would round both factors to
     bfloat16.

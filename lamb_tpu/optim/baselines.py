@@ -33,7 +33,7 @@ def momentum(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
-    """SGD with momentum; the learning rate multiplies the momentum, and decay is as in `sgd`."""
+    """SGD with momentum; the learning rate multiplies the momentum. The weight decay is as in `sgd`."""
     # Inside this function the name `momentum` is the argument. `checked` only reads a signature, and
     # `nesterov` has the same signature.
     checks.checked(nesterov, locals())
@@ -46,7 +46,7 @@ def nesterov(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
-    """SGD with Nesterov momentum; the decay is as in `sgd`."""
+    """SGD with Nesterov momentum; the weight decay is as in `sgd`."""
     checks.checked(nesterov, locals())
     return _with_l2(optax.sgd(learning_rate, momentum, nesterov=True), weight_decay, rules)
 
@@ -85,7 +85,7 @@ def adagrad(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
-    """Adagrad; the decay is as in `sgd`."""
+    """Adagrad; the weight decay is as in `sgd`."""
     checks.checked(adagrad, locals())
     inner = optax.adagrad(learning_rate, initial_accumulator_value, eps)
     return _with_l2(inner, weight_decay, rules)
@@ -98,7 +98,7 @@ def lion(
     weight_decay: optax.ScalarOrSchedule = 1e-3,
     rules: Rules = parameters.DEFAULT_RULES,
 ) -> optax.GradientTransformation:
-    """Lion: steps along the sign of an interpolated momentum; the decay is as in `adamw`.
+    """Lion: steps along the sign of an interpolated momentum; the weight decay is as in `adamw`.
 
     References:
       Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675.

@@ -48,7 +48,7 @@ def add_decayed_weights(
 
 
 def scale_by_rate_factors(rules: Rules) -> optax.GradientTransformation:
-    """Multiplies each leaf's update by the leaf's rate factor; use it next to the learning rate.
+    """Multiplies each leaf's update by the leaf's rate factor; place it beside the learning-rate transform.
 
     >>> tx = optax.chain(optax.sgd(1.0), scale_by_rate_factors([('', {'rate_factor': 0.5})]))
     >>> print(tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0])

@@ -20,7 +20,7 @@ _FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether the value is a real number or a scalar array, even if traced, but not a bool."""
+    """Returns whether the value is a real number or a real scalar array (also traced), but not a bool."""
     # Tracers are `jax.Array`s: their shape and dtype are known, but not their value.
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
@@ -33,15 +33,15 @@ def is_pair(value: Any) -> bool:
 
 
 def checked(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Checks a function's arguments against its annotations; returns them.
+    """Checks a function's arguments against the function's annotations, and returns the arguments.
 
-    Flags must be True or False, floats at least 0, and floats in `_BELOW_ONE` below 1. Whole
-    numbers, schedules, bounds, dtypes and mesh axes are checked too. The caller checks arguments
+    Flags must be True or False. Floats must be at least 0, and below 1 if `_BELOW_ONE` has their name.
+    Whole numbers, schedules, bounds, dtypes and mesh axes are checked too. The caller checks arguments
     that have a list of choices.
 
     Args:
       function: the function that calls `checked`.
-      given: its `locals()`.
+      given: the `locals()` of `function`.
     """
     for name, parameter in inspect.signature(function).parameters.items():
         kind, value = parameter.annotation, given[name]
@@ -109,7 +109,7 @@ def check_dtype(name: str, dtype: Any, squares: bool = False) -> None:
 
 
 def check_range(name: str, value: Any, upper: float = math.inf) -> None:
-    """Raises ValueError unless 0 <= value < upper, or if the value is narrower than float32.
+    """Raises ValueError unless 0 <= value < upper; also rejects JAX arrays narrower than float32.
 
     `optax.inject_hyperparams` turns numbers into arrays of the parameters' dtype. In bfloat16
     0.999 becomes 1.0, so 1 - b2 would become 0. The range of traced values is not checked.
@@ -168,7 +168,7 @@ def check_static(**values: Any) -> None:
 def check_axis_name(axis_name: Any) -> None:
     """Raises ValueError unless `axis_name` has one of the forms of `trust_ratio.AxisName`.
 
-    If it is a function, `trust_ratio.axes_of` checks the function's return value for each leaf.
+    If `axis_name` is a function, `trust_ratio.axes_of` checks its return value for each leaf.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     given = axis_name is None or callable(axis_name) or isinstance(axis_name, PartitionSpec)
@@ -186,7 +186,7 @@ def check_transform(name: str, tx: Any) -> None:
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Raises ValueError unless the state has the type that this transform's `init` returns."""
+    """Raises ValueError unless the state has the type `kind`, which the transform's `init` returns."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state={short(state)} must be the {kind.__name__} from this transform's init"

@@ -1,4 +1,4 @@
-"""Clipping by the global norm of all gradients, also inside `shard_map` and `pmap`."""
+"""Clipping by the global norm of all gradients, even inside `shard_map` and `pmap`."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def clip_global_norm(
 def global_scale(
     grads: optax.Updates, max_norm: float | jax.Array, axis_name: AxisName = None
 ) -> jax.Array:
-    """Returns min(1, max_norm / G) as a float32 scalar, or float64 for float64 gradients."""
+    """Returns min(1, max_norm / global norm) as a float32 scalar, or float64 for float64 gradients."""
     norm = global_norm(grads, axis_name)
     # A comparison with NaN is False, but a NaN norm must give NaN: 1 + 0 * norm is NaN for NaN and
     # 1 for a finite norm. The inner `where` keeps the derivative finite at a norm of 0.
@@ -74,7 +74,7 @@ def global_norm(grads: optax.Updates, axis_name: AxisName = None) -> jax.Array:
 
 
 def check_max_norm(max_norm: Any, name: str = "clip_global_norm") -> None:
-    """Raises ValueError unless max_norm is above 0, or if it is an array narrower than float32."""
+    """Raises ValueError unless max_norm is above 0; also rejects JAX arrays narrower than float32."""
     if isinstance(max_norm, jax.Array):
         checks.check_range(name, max_norm)
     if isinstance(max_norm, jax.core.Tracer):

@@ -1,4 +1,4 @@
-"""Reads second moments from optimizer states and, with `collect=True`, trust ratios and norms."""
+"""Reads second moments and, with `collect=True`, trust ratios and norms from optimizer states."""
 
 import itertools
 import re
@@ -91,7 +91,7 @@ def scalars(opt_state: optax.OptState) -> dict[str, float]:
     """Returns the values of `read` in one flat dict, for a log.
 
     A name is, for example, 'ratios/dense/kernel', or 'ratios/layers/kernel[3]' for the layer at
-    index 3 of a stack. With two layer axes it ends in two indices, 'kernel[3,0]'.
+    index 3 of a stack. With two layer axes the name ends in two indices, 'kernel[3,0]'.
     """
     flat = {}
     for name, values in read(opt_state).items():

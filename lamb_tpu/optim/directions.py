@@ -54,8 +54,8 @@ def scale_by_lamb(
     r"""LAMB's direction, :math:`\hat m_t / (\sqrt{\hat v_t + \epsilon_r} + \epsilon)`.
 
     This is Adam's direction. LAMB is a chain of this direction, weight decay, the trust ratio and
-    the learning rate. The following chain equals `lamb` bit for bit, also with any other argument that both
-    `scale_by_lamb` and `lamb` have:
+    the learning rate. The following chain equals `lamb` bit for bit, whatever the values of the arguments
+    that `scale_by_lamb` and `lamb` share:
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim
@@ -69,8 +69,8 @@ def scale_by_lamb(
     >>> print(lamb.update(grads, lamb.init(params), params)[0]['kernel'])
     [-0.3518412  -0.35525733]
 
-    Args: see `lamb`. `bias_correction='step'` is not available, because it is a factor of the
-      learning rate. `rules` (which axes stack layers) and `axis_name` only have an effect with
+    Args: see `lamb`. `bias_correction='step'` is not available, because this correction is a factor of
+      the learning rate. `rules` (which axes stack layers) and `axis_name` only have an effect with
       `cautious`.
 
     Returns:
@@ -110,9 +110,8 @@ def scale_by_lars(
     - ratio, momentum, rate: `denominator='decayed', accumulate='adapted'`;
     - momentum, ratio, rate: `denominator='momentum', accumulate='gradients'`.
 
-    Two forms are only available in `lars`: the denominator 'gradient', because it needs separate
-    norms of the decay and the raw gradient; and LARC's clip, because it compares the ratio with the
-    rate.
+    Two forms are only available in `lars`: the denominator 'gradient', which needs separate norms of
+    the decay and the raw gradient; and LARC's clip, which compares the ratio with the rate.
 
     >>> import jax.numpy as jnp
     >>> from lamb_tpu import optim
@@ -151,7 +150,7 @@ class AdamDirection(leafwise.Arguments):
         return leafwise.initial_moments(param, self.mu_dtype, self.nu_dtype)
 
     def moments(self, leaf: Leaf, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the moments after adding the leaf's gradient."""
+        """Returns the moments, updated with the leaf's gradient."""
         return leafwise.moments(leaf, leaf.grad, mu, nu, self.b1, self.b2, self._newest)
 
     def direction(
@@ -194,7 +193,7 @@ class AdamDirection(leafwise.Arguments):
         return 1 - self.b1 if self.grad_averaging else 1
 
     def _shares(self, leaf: Leaf, base: float, newest: float, ahead: bool) -> tuple[Any, Any]:
-        """Returns the factors of a moment and of its newest term in the estimate of the moment.
+        """Returns the factors by which the estimate of a moment weights the moment and its newest term.
 
         Without Nesterov's form (`ahead` is False), the estimate has no separate newest term, and the
         second factor is None.
@@ -224,7 +223,7 @@ class Momentum(leafwise.Arguments):
     def step(
         self, leaf: Leaf, buffer: jax.Array, summand: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the direction, and the momentum after adding the summand."""
+        """Returns the direction, and the momentum updated with the summand."""
         share: Any = 1 - self.dampening
         if not self.dampen_first:
             # PyTorch's SGD initialises its buffer with the undampened first gradient.

@@ -76,7 +76,7 @@ def make_optimizer(
           added before clipping, and in addition to the optimizer's decay. The term covers the
           leaves that decay by 'l2_rules' or, without 'l2_rules', by 'rules'.
         - 'agvm': a mapping. 'modules' has pairs (name, regex over paths). 'anchor' is the name of a
-          module, by default the first. 'second_moment' is True to divide by the root of the
+          module, by default the first. 'second_moment' is True to divide gradients by the root of the
           optimizer's second moments. The other keys are arguments of `agvm.agvm`. `update` then
           takes `halves`, gradients without the L2 term and before clipping.
         - 'stochastic_rounding': the seed of stochastic rounding for bfloat16 parameters, see
@@ -85,8 +85,8 @@ def make_optimizer(
           arguments. None or '' for no preset.
 
       learning_rate: a number, or a schedule, a function of the number of completed updates.
-      params: arrays or `jax.ShapeDtypeStruct`s. If given, rules are checked against them here, not
-        only in `init`.
+      params: arrays or `jax.ShapeDtypeStruct`s. If given, the rules are checked against `params` here,
+        not only in `init`.
 
     Raises:
       ValueError: the name, an argument or a rule is unknown or invalid, an argument has no effect,

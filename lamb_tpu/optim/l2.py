@@ -13,9 +13,9 @@ from lamb_tpu.optim.parameters import Rules
 def add_l2(
     inner: optax.GradientTransformation, l2: float, rules: Rules = parameters.DEFAULT_RULES
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Passes `inner` the gradient of the loss plus :math:`\frac{\lambda}{2} \|w\|^2`.
+    r"""Adds the gradient of the term :math:`\frac{\lambda}{2} \|w\|^2` to the gradients for `inner`.
 
-    This reproduces code that adds this term to its loss, such as tensorflow/tpu's EfficientNet with
+    This reproduces code that adds the term to the loss, such as tensorflow/tpu's EfficientNet with
     LARS; there, the term is part of every gradient norm that the optimizer computes. The state is
     `inner`'s state.
 

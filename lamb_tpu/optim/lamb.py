@@ -95,11 +95,11 @@ def lamb(
         - 'moments': as above, like the ICLR version of Algorithm 2 and the implementation that the
           paper calls official.
         - 'none': :math:`\hat m_t = m_t` and :math:`\hat v_t = v_t`, like the arXiv version and the
-          authors' experiments. Use it to reproduce the paper's tables.
+          authors' experiments. Use 'none' to reproduce the paper's tables.
         - 'step': as 'none', with the step multiplied by
           :math:`\sqrt{1 - \beta_2^t} / (1 - \beta_1^t)`, like early versions of DeepSpeed's kernel;
           later versions correct the moments. The ratio does not cancel this factor: with the default
-          betas it multiplies the length of the first 20 steps by 0.15 to 0.32.
+          betas the factor multiplies the length of the first 20 steps by 0.15 to 0.32.
 
       decay: where the weight decay is added; one of
 
@@ -114,7 +114,7 @@ def lamb(
       zero_ratio: the ratio of a layer if its weights or its direction are all 0.
       eps_root: :math:`\epsilon_r`, inside the root; 0 in the paper.
       grad_averaging: whether :math:`g_t` is added to the first moment with the factor
-        :math:`1 - \beta_1`; if False, it is added without this factor.
+        :math:`1 - \beta_1`; if False, :math:`g_t` is added without this factor.
       nesterov: 'first' is N-LAMB and 'both' is NN-LAMB, as in the paper's appendix with constant
         betas. Both have
         :math:`\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)`.

@@ -2,7 +2,7 @@ r"""LARS: momentum SGD with a separate step length for each layer.
 
 Published implementations of LARS differ in four choices, which are arguments of `lars`: what
 the ratio divides by, what the momentum accumulates, where weight decay is added, and how the ratio
-is bounded. A learning rate that was tuned for one form does not suit the others.
+is bounded. A learning rate that was tuned for one form does not suit the other forms.
 `presets.PRESETS['lars']` has the arguments that reproduce each implementation, for example
 `lars(rate, **presets.preset('lars', 'larc'))`.
 """
@@ -98,7 +98,7 @@ def lars(
       accumulate: what the momentum accumulates: 'steps', :math:`\eta_{t-1} r_t d_t`; 'adapted',
         :math:`r_t d_t`, where the learning rate multiplies the sum; or 'gradients', :math:`d_t`,
         where rate and ratio multiply the sum. The denominator 'momentum' requires 'gradients'.
-      nesterov: step along :math:`\mu b_t` plus the current summand instead of along :math:`b_t`.
+      nesterov: whether to step along :math:`\mu b_t` plus the summand of update t, not along :math:`b_t`.
       dampening: each summand is multiplied by 1 - dampening, in [0, 1). If `dampening` equals
         `momentum`, the sum is the running mean of the LAMB paper's Algorithm 1.
       dampen_first: whether the first summand is dampened too; False in PyTorch's SGD.
@@ -112,7 +112,7 @@ def lars(
       norm: 'l2', 'l1' or 'linf'; the paper uses l2.
       phi_bounds: the bounds of :math:`\phi`, which is the identity by default.
       zero_ratio: the ratio of a layer if its weights, or the tensor in the denominator, are all 0.
-      collect: with `trust_clip` the stored ratio is the clipped one,
+      collect: with `trust_clip` the stored ratio is the clipped ratio,
         :math:`\min(r_t / \eta_{t-1}, 1)`.
 
     Raises:
@@ -182,7 +182,7 @@ class _Step(leafwise.Arguments):
     def layer_ratio(
         self, leaf: Leaf, divisor: jax.Array, decay: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns each layer's ratio, and whether the norms of its weights and divisor are nonzero."""
+        """Returns each layer's ratio, and whether the norms of its weights and divisor are both nonzero."""
         weights, divided = (
             trust_ratio.leaf_norm(x, leaf.metadata, self.ratio.norm, leaf.axis_name)
             for x in (leaf.weights, divisor)

@@ -7,7 +7,7 @@ can collect norms. If an optimizer has stages, see `staged`, its step is a funct
 
 Complex leaves work as in Optax: second moments and norms use |g|^2 and are real, and everything
 linear is complex. The gradient of a complex leaf must be the direction of steepest ascent;
-`jax.grad` of a real loss returns its conjugate.
+`jax.grad` of a real loss returns the conjugate of this direction.
 """
 
 import math
@@ -181,7 +181,7 @@ class _Walk(Arguments):
         stage: Any,
         num_devices: int = 1,
     ) -> tuple[Any, Apply]:
-        """Returns this device's message, and the second phase of the update, see `Reducing`."""
+        """Returns this device's message, and a function for the update's second phase, see `Reducing`."""
         if not isinstance(stage, Stage) or not stage.reduces:
             raise ValueError(f"stage={stage!r} must be a stage that sends a message")
         grad_leaves, old = self._checked(grads, state, params)
@@ -246,7 +246,7 @@ class _Walk(Arguments):
     ) -> Iterator[Leaf]:
         """Yields the input of each leaf's step.
 
-        If `shares` is not None, it is the number of devices, and `grads` are the share of one device.
+        If `grads` are the share of one device, `shares` is the number of devices, else None.
         """
         if shares is not None:
             grads = [
@@ -301,7 +301,7 @@ class _Walk(Arguments):
 
     @property
     def _reads(self) -> bool:
-        """True if the state has the field `diagnostics`; the states of `directions` do not."""
+        """True if the state has the field `diagnostics`, which the states of `directions` lack."""
         return self.state_type._fields[-1] == "diagnostics"
 
     @property
@@ -320,19 +320,19 @@ def common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(value: optax.ScalarOrSchedule, completed: jax.Array) -> Any:
-    """Returns the value of a hyper-parameter, which is a number or a schedule, at an update."""
+    """Returns the value of a hyper-parameter (a number or a schedule) for an update."""
     return value(completed) if callable(value) else value
 
 
 def decay_of(leaf: Leaf, weight_decay: optax.ScalarOrSchedule) -> jax.Array:
-    """Returns a leaf's weight decay at an update, including its decay factor."""
+    """Returns a leaf's weight decay for an update, including the leaf's decay factor."""
     return decay_at(weight_decay, leaf.metadata, leaf.completed, leaf.rate.dtype)
 
 
 def decay_at(
     weight_decay: optax.ScalarOrSchedule, metadata: ParameterMetadata, completed: Any, dtype: Any
 ) -> jax.Array:
-    """Returns a leaf's weight decay at an update, for callers without a `Leaf`."""
+    """Returns the same as `decay_of`, for callers without a `Leaf`."""
     decay = jnp.asarray(value_at(weight_decay, completed), dtype)
     return decay if metadata.decay_factor == 1.0 else decay * metadata.decay_factor
 
@@ -347,7 +347,7 @@ def initial_moments(
 def moments(
     leaf: Leaf, grad: jax.Array, mu: jax.Array, nu: jax.Array, b1: Any, b2: Any, newest: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns Adam's moments after a gradient.
+    """Returns Adam's moments, updated with a gradient.
 
     `newest` is the factor of the gradient in the first moment, by default 1 - b1.
     """
@@ -368,7 +368,7 @@ def step_correction(leaf: Leaf, b1: float | jax.Array, b2: float | jax.Array) ->
 
 
 def zeros_like(param: jax.Array, dtype: Any = None) -> jax.Array:
-    """Returns a zero buffer with the leaf's sharding, by default in the dtype of its arithmetic.
+    """Returns a zero buffer with the leaf's sharding, by default in the dtype of the leaf's arithmetic.
 
     If the leaf is complex, so is the buffer, and its dtype is complex64 or wider.
     """

@@ -9,8 +9,8 @@ Muon: 288 of 296 values; Adam: the rest; state: mu,nu float32; 1,216 bytes
 >>> [summary.update_of(leaf) for leaf in summary.leaves]
 ['Adam', 'Muon']
 
-An array of the state belongs to a parameter if its path in the state ends in the parameter's path.
-This rule works for any transform, also inside chains, partitions and `optax.MultiSteps`.
+An array of the state belongs to a parameter if the array's path ends in the parameter's path.
+This rule works for any transform, even inside chains, partitions and `optax.MultiSteps`.
 """
 
 import itertools
@@ -87,7 +87,7 @@ _DESCRIBING = ("update", "state", "bytes")
 
 
 class Report(NamedTuple):
-    """An optimizer's update of each leaf, in the order of `jax.tree.leaves(params)`; see `report`."""
+    """A report of how an optimizer updates each leaf, in the order of `jax.tree.leaves(params)`."""
 
     optimizer: str
     params: optax.Params
@@ -103,7 +103,7 @@ class Report(NamedTuple):
         return algorithm.update if algorithm.takes(leaf) else algorithm.other
 
     def line(self) -> str:
-        """Returns one line with the number of values per algorithm, and the state."""
+        """Returns one line: the number of values per algorithm, and the state's arrays, dtypes and bytes."""
         total, algorithm = _values(self.leaves), ALGORITHMS.get(self.optimizer)
         if algorithm is None:
             phrases = [f"{self.optimizer}: all {total:,} values"]

@@ -12,7 +12,7 @@ number of axes decide, by these conventions:
 >>> axes_of('output/kernel', 2, layer_axes=())
 ()
 
-- A 'kernel' with four axes counts as the kernel of Flax's `Conv`, and one with two axes as (inputs,
+- A 'kernel' with four axes counts as the kernel of Flax's `Conv`. A 'kernel' with two axes is (inputs,
   outputs). The transposed kernels of Hugging Face's Flax GPT-2 need a rule.
 - A 'weight' is (outputs, inputs, ...), as in Equinox and PyTorch.
 - A leaf with three axes besides its layer axes is a matrix only if its module has the name of a

@@ -32,7 +32,7 @@ class Products(NamedTuple):
 
 
 def check(name: str, modules: Sequence[str]) -> None:
-    """Raises ValueError unless `modules` is a list of distinct regular expressions, at least one."""
+    """Raises ValueError unless `modules` is a non-empty list of distinct regular expressions."""
     if isinstance(modules, str) or not isinstance(modules, Sequence) or not modules:
         raise ValueError(f"{name}={modules!r} must be a non-empty list of regular expressions")
     for pattern in modules:

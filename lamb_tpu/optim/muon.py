@@ -31,7 +31,7 @@ def muon(
     layers, kernels of convolutions as (spatial axes x inputs, outputs), and attention kernels with
     an axis of heads. Embedding tables, positions and the output layer are not matrices.
     An output layer that cannot be recognised by its name, such as 'Dense_3' or 'layers/2', needs a
-    rule with `matrix_axes=()`. To give the leaves that Adam updates another rate, set `rate_factor`
+    rule with `matrix_axes=()`. For a different rate of the leaves that Adam updates, set `rate_factor`
     in their rules. Matrices stacked along layer axes are orthogonalised separately; kernels with
     more axes are flattened to rows and columns.
 

@@ -68,7 +68,7 @@ def novograd(
 
     for each layer separately, so the second moment is one number per layer. The average starts with
     the first nonzero gradient of the layer, not with the first update. Otherwise, if the first
-    gradients of a layer were 0, its first step would be too long by the factor
+    gradients of a layer were 0, the layer's first step would be too long by the factor
     :math:`1 / \sqrt{1 - \beta_2}`, which is 7. Until the first nonzero gradient, the divisor is 1.
 
     A leaf that does not adapt has the divisor 1, which is momentum SGD. A leaf that does not decay
@@ -106,7 +106,7 @@ def novograd(
       lr_in_momentum: whether the momentum accumulates steps that include the rate, so that a step
         taken at a high rate keeps its length after the rate falls; False in the authors' code.
       bias_correction: whether to divide the momentum by :math:`1 - \beta_1^t` and the norm by
-        :math:`\sqrt{1 - \beta_2^t}`. Use it with `init_zero`: otherwise the norm is not biased, and
+        :math:`\sqrt{1 - \beta_2^t}`. Use this with `init_zero`: otherwise the norm is not biased, and
         the correction makes the norm too large and early steps too short.
       init_zero: whether the average of the second moment starts at 0 instead of at the first
         gradient.

@@ -109,11 +109,11 @@ class OneBit(leafwise.Arguments):
         staged.check_masked_rows(self.masked_rows)
 
     def momentum(self, mu: jax.Array, grad: jax.Array) -> jax.Array:
-        """Returns the momentum after a gradient."""
+        """Returns the momentum, updated with a gradient."""
         return self.b1 * mu + (1 - self.b1) * grad
 
     def squares(self, nu: jax.Array, grad: jax.Array) -> jax.Array:
-        """Returns the second moments after a gradient."""
+        """Returns the second moments, updated with a gradient."""
         return self.b2 * nu + (1 - self.b2) * trust_ratio.real_product(grad, grad)
 
     def masked(self, leaf: Leaf, values: jax.Array, nu: jax.Array) -> jax.Array:

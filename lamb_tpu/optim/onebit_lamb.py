@@ -1,6 +1,6 @@
 r"""1-bit LAMB: after a warm-up, devices exchange momentum with one bit per value.
 
-As in 1-bit Adam, second moments are frozen after the warm-up. The trust ratio depends on them, so
+As in 1-bit Adam, second moments are frozen after the warm-up. The trust ratio depends on second moments, so
 the moving average of each layer's ratio is frozen too. A factor then corrects this frozen ratio: the
 exchanged momentum shows approximately by how much the second moments would have changed.
 """

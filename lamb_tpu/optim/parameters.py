@@ -64,8 +64,8 @@ class ParameterMetadata:
         must be all axes of the leaf. () if the leaf is not a matrix, such as an embedding table. If
         None, `muon` decides by the leaf's name, see `matrices`, and for `apollo` a leaf is a matrix
         if it has two axes besides its layer axes.
-      axes_by_name: the matrix axes that the leaf's name implies. Do not set it: `resolve` does, if
-        no rule gives `matrix_axes`.
+      axes_by_name: the matrix axes that the leaf's name implies. Do not set this field: `resolve` does,
+        if no rule gives `matrix_axes`.
     """
 
     decay: bool = True

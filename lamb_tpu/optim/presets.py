@@ -1,4 +1,4 @@
-"""Presets: arguments with which an optimizer reproduces a published implementation."""
+"""Presets: arguments that make an optimizer reproduce a published implementation."""
 
 from typing import Any
 

@@ -21,8 +21,8 @@ _VARIABLES = {
 def hush_libtpu() -> None:
     """Silences libtpu on a machine without a TPU; call it after `import jax`, before JAX is used.
 
-    JAX starts every installed backend. If libtpu is only installed as a compiler, for planning, it
-    prints lines about a missing TPU when it starts. This function sets environment
+    JAX starts every installed backend. If libtpu is only installed as a compiler, for planning,
+    libtpu prints lines about a missing TPU when it starts. This function sets environment
     variables that silence libtpu, but only while libtpu starts, so neither the caller nor its child
     processes see them. On a machine with a TPU the function does nothing.
     """
@@ -35,7 +35,7 @@ def hush_libtpu() -> None:
 
 
 class _Hushed:
-    """Starts a backend with `_VARIABLES` in the environment, unless the user has set their values."""
+    """Starts a backend with those `_VARIABLES` in the environment that the user has not set."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start

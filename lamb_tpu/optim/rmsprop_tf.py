@@ -77,20 +77,20 @@ def rmsprop_tf(
     Args:
       learning_rate: :math:`\eta`; 0.016 per 256 examples of the batch in EfficientNet's code.
         `lamb_tpu.optim` describes all arguments that are not listed here.
-      b2: :math:`\beta_2`, in [0, 1); TensorFlow calls it `decay`. The defaults of all arguments are
+      b2: :math:`\beta_2`, in [0, 1); TensorFlow's argument `decay`. The defaults of all arguments are
         the values of EfficientNet's code.
       momentum: :math:`\mu`, in [0, 1). With the number 0 there is no momentum buffer.
       eps: :math:`\epsilon`.
       initial_scale: :math:`v_0`; 1 in TensorFlow 1, 0 in Keras, PyTorch and by default in Optax.
-      eps_in_root: whether the denominator is :math:`\sqrt{v_t + \epsilon}`; if False, it is
-        :math:`\sqrt{v_t} + \epsilon`.
+      eps_in_root: whether the denominator is :math:`\sqrt{v_t + \epsilon}`; if False, the
+        denominator is :math:`\sqrt{v_t} + \epsilon`.
       centered: whether to subtract from :math:`v_t` the square of the moving mean of gradients,
         which starts at 0.
-      bias_correction: whether to divide both moving averages by :math:`1 - \beta_2^t`. Use it with
+      bias_correction: whether to divide both moving averages by :math:`1 - \beta_2^t`. Use this with
         `initial_scale` 0.
       lr_in_momentum: whether the learning rate multiplies each summand of the momentum; if False,
-        it multiplies the momentum.
-      nesterov: step along :math:`\mu b_t` plus the current summand instead of along :math:`b_t`.
+        the rate multiplies the momentum.
+      nesterov: whether to step along :math:`\mu b_t` plus the summand of update t, not along :math:`b_t`.
       cautious: as in `lamb`, but for the elements of the step instead of Adam's direction.
       weight_decay: :math:`\lambda`. EfficientNet's code adds to the loss 0.5e-5 times the sum of
         squares of all parameters except those of BatchNorm, which is a weight decay of 1e-5 in the
@@ -162,5 +162,5 @@ class _Step(leafwise.Arguments):
         return trust_ratio.root(square) + self.eps, nu, mean
 
     def average(self, old: jax.Array, sample: jax.Array) -> jax.Array:
-        """Returns a moving average after a new sample."""
+        """Returns a moving average, updated with a new sample."""
         return (self.b2 * old.astype(sample.dtype) + (1 - self.b2) * sample).astype(old.dtype)

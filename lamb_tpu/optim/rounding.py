@@ -55,10 +55,10 @@ def stochastic_rounding(
     True
 
     Args:
-      inner: any transform. `optax.inject_hyperparams`, `apply_if_finite` and similar wrappers
-        belong inside it.
+      inner: any transform. `optax.inject_hyperparams`, `apply_if_finite` and similar wrappers must
+        be part of `inner`.
       seed: the seed of the random bits, at least 0.
-      axis_name: see `lamb_tpu.optim`. Pass it to `inner` too.
+      axis_name: see `lamb_tpu.optim`. Pass `axis_name` to `inner` too.
 
     Returns:
       A transform whose `update` needs `params`; updates are float32 for bfloat16 leaves.

@@ -177,7 +177,7 @@ def optimal_timescale(tokens_per_parameter: float, coefficient: float, exponent:
 
     The constants c and m are arguments, because they hold for one family of language models, and
     because the paper itself was not read: m = -0.527 is from a review of the paper, and c of about
-    1.08 is from memory, so it is unreliable.
+    1.08 is from memory, so c is unreliable.
 
     >>> round(optimal_timescale(20.0, coefficient=1.08, exponent=-0.527), 4)
     0.2227

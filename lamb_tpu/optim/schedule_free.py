@@ -27,13 +27,13 @@ def schedule_free_adamw(
 
     The trained parameters y, at which gradients are computed, lie between the iterate z of AdamW
     and the average x of all iterates: y = (1 - b1) z + b1 x. **Evaluate at x**, which
-    `evaluation_params(opt_state, params)` returns. The trainer and the commands that read its
+    `evaluation_params(opt_state, params)` returns. The trainer and the commands that read
     checkpoints do this. Use a warm-up, but no decay of the rate. The running averages of BatchNorm
     are those of y instead of x; the authors recompute these averages at x before an evaluation.
 
     Update t, counted from 1, has the weight :math:`t^r m_t^p` in the average x, as in the authors'
-    code: r is `weight_step_power`, p is `weight_lr_power`, and :math:`m_t` is the largest rate up to
-    this update. `optax.contrib.schedule_free_adamw` has r = 0 and uses the rate of the next update,
+    code: r is `weight_step_power`, p is `weight_lr_power`, and :math:`m_t` is the largest rate of
+    updates 1 to t. `optax.contrib.schedule_free_adamw` has r = 0 and uses the rate of the next update,
     which differs during a warm-up.
 
     Args:
@@ -92,7 +92,7 @@ def schedule_free_adamw(
 
 
 def keeps_evaluation_params(opt_state: optax.OptState) -> bool:
-    """Returns whether a state, possibly of shapes instead of arrays, has separate evaluation weights."""
+    """Returns whether a state (of arrays, or of their shapes) has separate weights for evaluation."""
     return bool(_averaging(opt_state))
 
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: warm-up, hold, decay, and consecutive phases.
 
 As in Optax, a schedule is a function of the number of completed updates: the first update of a run
-evaluates it at 0, and the last of `total_steps` updates at `total_steps - 1`. `by_examples`
+evaluates the schedule at 0, and the last of `total_steps` updates at `total_steps - 1`. `by_examples`
 converts a schedule that is a function of the number of examples seen.
 """
 
@@ -54,7 +54,7 @@ def warmup(
 
     S is the start of the decay. d is :math:`x^p` for 'polynomial', :math:`(1 - \cos \pi x) / 2` for
     'cosine' and 1 for 'constant'. From T on, the rate is `end_value` for 'polynomial' and 'cosine',
-    and the peak for 'constant'; if the decay is a function, it is used after T too. Therefore:
+    and the peak for 'constant'; a decay that is a function is used after T too. Therefore:
 
     - With a warm-up the first update has the rate 0 and changes nothing, as in the authors' code;
       set `start_value` or `first_step=1` to avoid this.
@@ -88,7 +88,7 @@ def warmup(
       decay: 'polynomial', 'cosine', 'constant', or a function that maps the number of updates since
         S to a fraction of the peak.
       power: p, for 'polynomial' only; 1 in the LAMB paper, 2 for LARS.
-      end_value: the rate at T for 'polynomial' and 'cosine'. If the decay is a function, it
+      end_value: the rate at T for 'polynomial' and 'cosine'. A decay that is a function
         multiplies the peak minus `end_value`, and `end_value` is added.
       decay_from: 'warmup' or 'zero', see above.
       start_value: the rate at the start of the warm-up, t = 0. Goyal et al. (arXiv:1706.02677)

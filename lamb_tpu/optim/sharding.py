@@ -17,11 +17,11 @@ def state_sharding(
 ) -> optax.OptState:
     """Returns a sharding for every leaf of `tx.init(params)`.
 
-    Only paths and shapes are compared, so `tx` may be any transform, also a chain, a mask,
+    Only paths and shapes are compared, so `tx` may be any transform, even a chain, a mask,
     `optax.partition`, `optax.MultiSteps` or a similar transform. A leaf of the state belongs to a
     parameter if the leaf's path ends in the parameter's path: `mu/dense/kernel` belongs to
-    `dense/kernel`. (If several parameters match, the longest path decides.) If both have the same
-    shape, the leaf takes the parameter's sharding. If both have the same number of axes but
+    `dense/kernel`. (If several parameters match, the longest path decides.) If leaf and parameter
+    have the same shape, the leaf takes the parameter's sharding. If they have the same number of axes but
     different sizes, as for a norm with size 1 or a projected moment, axes of equal size are sharded
     alike. All other leaves, such as counts and diagnostics, are replicated. (Inside `shard_map`,
     diagnostics of a stack that is split by layers need a separate spec.)
@@ -33,7 +33,7 @@ def state_sharding(
 
     Use `jax.jit(tx.init, out_shardings=state_sharding(...))(params)` to create the state with this
     sharding. Without `out_shardings`, `jit` puts arrays that depend on no parameter, such as zeros
-    and counts, on one device. They may not fit on this device, and a step over several processes
+    and counts, on one device. The arrays may not fit on this device, and a step over several processes
     rejects them.
 
     Args:
@@ -95,7 +95,7 @@ def state_sharding(
 
 
 def owner_of(path: tuple[Any, ...], known: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """Returns the path of the parameter in `known` to which the state's leaf at `path` belongs."""
+    """Returns the path in `known` of the parameter that owns the state's leaf at `path`, or None."""
     # Try suffixes of the path, the longest first. The last is the empty path, which belongs to a
     # parameter without a container. Compare keys instead of their text: 'a' may be a key of a dict or the
     # name of an attribute.

@@ -28,7 +28,7 @@ class Split(NamedTuple):
         return tuple(name for axis in axes if self.axes for name in self.axes[axis])
 
     def shard(self, array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        """Returns this device's shard of an array, the first axes of which are the leaf's `axes`."""
+        """Returns this device's shard of an array whose first axes are the leaf's `axes`."""
         # If several mesh axes split one axis of the leaf, the first mesh axis is the outermost.
         # `axis_index` of a tuple has the same order.
         for position, axis in enumerate(axes):

@@ -1,7 +1,7 @@
-"""Optimizers with stages, some of which exchange momentum in place of gradients.
+"""Optimizers whose updates have stages; in some stages, devices exchange messages, not gradients.
 
 In such a stage the optimizer receives the gradient of one device and sends a message, for example
-its momentum, which is summed over devices, see `reducing`. The stage of an update only depends on
+its momentum. The messages are summed over devices, see `reducing`. The stage of an update only depends on
 the number of completed updates. A trainer therefore asks for the stage first, and compiles one
 program per stage.
 
@@ -117,7 +117,7 @@ def leaves_devices_apart(tx: optax.GradientTransformation) -> bool:
 
 
 def frozen_after(freeze_step: int, discard_first: bool) -> Stages:
-    """Returns the stages of an optimizer with one warm-up."""
+    """Returns the stages of an optimizer whose second moments are frozen after a warm-up."""
     stages = (FIRST,) * discard_first + (WARM_UP, COMPRESSED)
     return Stages(stages, lambda c: number(c > 0) * int(discard_first) + number(c >= freeze_step))
 
@@ -133,14 +133,14 @@ def denominator(
     eps: float | jax.Array,
     relative_floor: float | jax.Array,
 ) -> jax.Array:
-    r"""Returns the root of second moments, bounded below relative to their layer, plus `eps`.
+    r"""Returns the root of second moments, with a lower bound that depends on the layer, plus `eps`.
 
     If momentum is sent with one bit per value, the momentum of every element of a leaf has the same
     size, the leaf's root mean square, and only the sign differs. Suppose that the root of an
-    element's second moment is a thousandth of the layer's root mean. This element would then move a
-    thousand times as far as the others, whatever its gradient. Error feedback would correct this
-    later, but the loss would already have exploded. With the fraction 0.1, no element moves more
-    than ten times as far as an element with the layer's mean second moment. Elements below the
+    element's second moment is a thousandth of that of the other elements. This element would then move a
+    thousand times as far as the others, whatever its gradient. Error feedback would correct this later,
+    but the loss would already have exploded. With a `relative_floor` of 0.1, no element moves more than
+    ten times as far as an element with the layer's mean second moment. Elements below the
     floor, such as rows of rare words, learn more slowly than with Adam. A mask in place of the
     floor would stop these elements for the rest of the run.
 

@@ -1,4 +1,4 @@
-r"""The layerwise trust ratio, on which LAMB, LARS and similar optimizers are built.
+r"""The layerwise trust ratio, the basis of LAMB, LARS and similar optimizers.
 
 For the weights :math:`w` and the direction :math:`u` of one layer,
 
@@ -11,7 +11,7 @@ tensor is therefore a plain step of the base optimizer.
 
 Norms are computed in float32 (float64 for a float64 leaf) whatever the dtype of the leaf, so norms
 of float16 and bfloat16 tensors do not overflow or lose small terms. Norms of complex leaves are
-real, :math:`\|z\|^2 = \sum |z_i|^2`. Under `jit` with shardings, norms are global without
+real, :math:`\|z\|^2 = \sum |z_i|^2`. Under `jit`, norms cover full leaves for any sharding, without
 `axis_name`. Inside `shard_map` or `pmap` a program only sees one shard of a leaf. There `axis_name` must
 give the mesh axes over which each leaf is split, see `AxisName`; sums of squares are added over
 these axes.
@@ -190,7 +190,7 @@ def leaf_norm(
 def leaf_mean(
     leaf: jax.Array, metadata: ParameterMetadata, axis_name: MeshAxes = None
 ) -> jax.Array:
-    """Returns the mean of each layer of a leaf with values >= 0, in the shape of `leaf_norm`."""
+    """Returns the mean of each layer of a leaf, whose values must be >= 0, in the shape of `leaf_norm`."""
     total = leaf_norm(leaf, metadata, "l1", axis_name)
     # If a layer has no elements, its mean is 0. A stack without layers has no means.
     count = max(math.prod(leaf.shape) / max(math.prod(collected_shape(leaf, metadata)), 1), 1)
@@ -221,7 +221,7 @@ def is_bound(axis_name: str | tuple[str, ...]) -> bool:
 
 @jax.custom_jvp
 def root(value: jax.Array) -> jax.Array:
-    """Returns the square root of values >= 0; its derivative at 0 is 0 instead of inf.
+    """Returns the square root of `value`, which must be >= 0; its derivative at 0 is 0, not inf.
 
     In the norm of a zero tensor, the derivative of the squares is 0, and inf * 0 would be NaN.
     """
@@ -248,7 +248,7 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _sum(terms: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the sum of terms >= 0 over `axes`, with size 1 along these axes."""
+    """Returns the sum of `terms`, which must all be >= 0, over `axes`, with size 1 along these axes."""
     last = terms.ndim - 1
 
     def on_cpu(terms: jax.Array, window: tuple[int, int]) -> jax.Array:
@@ -367,7 +367,7 @@ def _replicated(value: jax.Array) -> jax.Array:
 
 
 def diagnostics_of(treedef: Any, rows: Sequence[tuple[jax.Array, ...]]) -> Diagnostics:
-    """Returns the diagnostics of all leaves; `rows` has those of each leaf, in tree order."""
+    """Returns the diagnostics of all leaves; `rows` has the `leaf_diagnostics` in tree order."""
     return Diagnostics(*columns(treedef, rows, len(Diagnostics._fields)))
 
 

@@ -70,11 +70,11 @@ def zero_one_adam(
     :math:`w_t = w_{t-1} - \eta u_t`. There are two intervals, one between changes of the second
     moments and one between exchanges; both double during the run. Update t is one of these:
 
-    - Up to `var_freeze_step`, if t is a multiple of the first interval: both moments are updated
+    - If t is at most `var_freeze_step` and a multiple of the first interval: both moments are updated
       with the gradient, which is sent in full.
-    - Up to `var_freeze_step`, otherwise: :math:`m` is updated with the gradient, which is sent
-      compressed.
-    - After `var_freeze_step`: :math:`m` is updated with the local gradient. If t is a multiple of
+    - For all other t of at most `var_freeze_step`: :math:`m` is updated with the gradient, which is
+      sent compressed.
+    - If t is above `var_freeze_step`: :math:`m` is updated with the local gradient. If t is a multiple of
       the second interval, devices exchange their displacements since the last exchange,
       :math:`-\sum \eta u`, times :math:`\sqrt v + \epsilon`. Parameters then move by the mean
       displacement instead of the local displacement, and :math:`m` becomes the exchanged mean

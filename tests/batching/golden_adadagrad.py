@@ -46,7 +46,7 @@ def _orthogonality(nu: float, **bounds: Any) -> Augmented:
 
 
 def _single(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Recomputes one measurement, and the batch sizes of each test for several settings."""
+    """Recomputes one measurement, and the batch sizes of each test for several thresholds."""
     workers, rows = settings.take("workers"), settings.take("batch_per_worker")
     accumulation, batch = settings.take("accumulation"), settings.take("current_global_batch")
     if not settings.take("noise") > 0:
@@ -123,7 +123,7 @@ def _rule(settings: Settings) -> tuple[type[Bounded], dict[str, float], tuple[st
 
 
 def _trajectory(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
-    """Trains with a test before each update, on the same batch and parameters."""
+    """Trains with a test before each update; the test uses the batch and the parameters of the update."""
     kind, thresholds, (first, second) = _rule(settings)
     tx = _optimizer(settings)
     batch, workers = settings.take("initial_batch"), settings.take("workers")

@@ -91,7 +91,7 @@ def _fed(gradients: np.ndarray, world: int, noise: float) -> np.ndarray:
 
 
 def _summed(feed: np.ndarray, first: int, steps: int) -> np.ndarray:
-    """Returns the mean over the micro steps of one update, for each rank."""
+    """Returns each rank's mean gradient over the micro steps of one update."""
     return sum(feed[:, k % feed.shape[1]] / np.float32(steps) for k in range(first, first + steps))
 
 

@@ -1,4 +1,4 @@
-"""Tests the critical batch, computed from losses at several batch sizes."""
+"""Tests the critical batch computed from losses at several batch sizes."""
 
 import math
 

@@ -60,7 +60,7 @@ def test_unknown_settings_are_errors(entry) -> None:
 def test_simigrads_microbatch_may_grow_with_the_batch() -> None:
     """By hand: after a batch of 32, the rule wants 35, so each worker has a microbatch of 35 // 4 = 8.
 
-    One microbatch of 4 x 8 examples is not larger than the batch, so the next batch has two.
+    One microbatch of 4 x 8 examples is not larger than the batch, so the next batch has two microbatches.
     """
     entry = goldens.find(family="simigrad", setting="w4_target09")
     hyper = dict(entry["hyper"], maxmicro=8, updates=1)

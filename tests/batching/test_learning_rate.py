@@ -1,4 +1,4 @@
-"""Tests factors of the learning rate, which apply the change in full or in part."""
+"""Tests the learning rate's factor for a batch size, applied in full or in part."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests the noise scale: unbiased pairs, their averages, and a negative |G|^2."""
+"""Tests the noise scale: unbiased pairs of estimates, their averages, and a negative |G|^2."""
 
 import math
 
@@ -12,7 +12,7 @@ from lamb_tpu.batching.noise_scale import Estimate
 
 
 def test_the_pair_is_the_sample_variance_of_microbatches() -> None:
-    """If `small_sq` is the mean over microbatches of 4, the trace is 4 times their variance."""
+    """With `small_sq` from microbatch gradients of 4 examples, the trace is 4 times their variance."""
     gradients = np.random.default_rng(0).normal(0.3, 1.0, (8, 50))
     mean = gradients.mean(axis=0)
     pair = noise_scale.estimate(
@@ -105,7 +105,7 @@ def test_errors() -> None:
 
 @pytest.mark.parametrize("batches, actual", [(4, 1.0), (32, 1.4)])
 def test_a_ratio_of_l1_norms_saturates(batches: int, actual: float) -> None:
-    """This is why there is no noise scale for sign descent; a guide in docs quotes these numbers."""
+    """The saturation shows that sign descent has no noise scale; a guide in docs quotes these numbers."""
     rng, size, batch, parts = np.random.default_rng(0), 20_000, 64, 8
     deviations, true = np.exp(rng.normal(size=size)), rng.normal(size=size)
     true *= deviations

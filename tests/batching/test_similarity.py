@@ -55,7 +55,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
 
 def test_leaves_that_are_split() -> None:
-    """Inside shard_map, one leaf is split and the other is replicated."""
+    """Tests two leaves inside shard_map: one is split, and the other is replicated."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     even, odd = _halves()
     specs = {"body": {"w": PartitionSpec("data")}, "head": {"w": PartitionSpec()}}

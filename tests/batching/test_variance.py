@@ -1,4 +1,4 @@
-"""Tests variances of per-example gradients: against NumPy, and for any split of the rows."""
+"""Tests that variances of per-example gradients equal NumPy's, however the rows are split."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Compares branches with the run at its batch size, and with updates by hand at larger batch sizes."""
+"""Compares branches at the run's batch size with the run, and larger batches with updates by hand."""
 
 import dataclasses
 import doctest
@@ -159,7 +159,7 @@ def test_seeds_are_orders_of_the_examples(trained: pathlib.Path) -> None:
 
 
 class Recorded:
-    """A source that records which examples are read; its examples may have three length classes."""
+    """A source that records which examples are read; with `in_buckets`, examples have length classes."""
 
     def __init__(self, source: Any, in_buckets: bool) -> None:
         self._source, self.read = source, list[int]()

@@ -1,4 +1,4 @@
-"""Positions, batch sizes and lengths of branches, and errors about wrong options."""
+"""Tests positions, batch sizes and lengths of branches, and errors about wrong options."""
 
 import doctest
 from typing import Any
@@ -15,12 +15,12 @@ from tests.raising import rejected
 
 
 def recipe(duration: str = "1000 steps") -> Recipe:
-    """Recipe with 64 examples per update and 4 updates per epoch."""
+    """Returns a recipe with 64 examples per update and 4 updates per epoch."""
     return recipe_lib.resolve(tiny.digits(duration=duration), 256)
 
 
 def study(**changes: Any) -> Study:
-    """Study with two branches, and with the given fields."""
+    """Returns a study with two branches; `changes` replaces fields."""
     fields = {"starts": [4], "factors": [1, 2], "at": [6, 8], "seeds": [0]}
     return Study(**{"scaling": "sqrt", "split": "test", "metric": "loss", **fields, **changes})
 

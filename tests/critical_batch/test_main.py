@@ -1,4 +1,4 @@
-"""The command `critical_batch` in a separate process."""
+"""Tests the command `critical_batch` in a separate process."""
 
 import pathlib
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""Branches of a small run: their records, repeated commands, and rejected runs."""
+"""Tests branches of a small run: records, repeated commands, and rejected runs."""
 
 import json
 import math
@@ -26,7 +26,7 @@ REQUEST = StudyRequest("4 steps", factors="1,2", span="8 steps")
 
 
 def count(monkeypatch: pytest.MonkeyPatch, stop: int = 99) -> list[tuple[int, int, int]]:
-    """Collects the branches that are trained from now on; interrupts branch number `stop`."""
+    """Collects the branches that are trained after this call; interrupts after `stop` branches."""
     trained: list[tuple[int, int, int]] = []
     losses = Branches.losses
 

@@ -1,4 +1,4 @@
-"""Progress of branches, as lines and as a bar."""
+"""Tests the progress of branches, shown as lines and as a bar."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The table and the figure of an outcome."""
+"""Tests the table and the figure of a study's outcome."""
 
 import math
 import pathlib

@@ -1,4 +1,4 @@
-"""A kernel that two devices share, under shard_map."""
+"""A check of the gradient of a kernel that two devices share under shard_map."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 def check_shared_kernel(
     slopes: Callable[[bool, Any, Any], Any], x: Any, kernel: Any, check_vma: bool, atol: float
 ) -> None:
-    """Compares our gradients of rows and kernel with JAX's on two devices.
+    """Compares our gradients of the rows and the kernel with JAX's gradients, on two devices.
 
     The gradient of the kernel is summed over devices under check_vma; otherwise each device has a
     separate gradient. `slopes(ours, x, kernel)` returns the gradients of both arguments, by our

@@ -1,4 +1,4 @@
-"""The axes that split the rows of a batch are the Auto axes of the mesh."""
+"""Tests that `of_rows` returns the mesh's Auto axes that split the rows of a batch."""
 
 import jax
 from jax.sharding import PartitionSpec as P

@@ -1,4 +1,4 @@
-"""The forms for CPUs equal the convolutions of `jax.lax`, and other devices use `jax.lax`."""
+"""Tests that convolutions for CPUs equal those of `jax.lax`, which other devices use."""
 
 import doctest
 import functools
@@ -96,7 +96,7 @@ def test_values_and_gradients(kernel: Any, strides: Any, padding: Any, groups: i
 def test_rows_of_eight_devices_stay_where_they_are(
     rows: int, kernel: Any, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each device sums its own rows if they are split (16); 12 rows are replicated."""
+    """If 16 rows are split over 8 devices, each device sums its own rows; 12 rows are replicated."""
     monkeypatch.setattr(convolution_lib, "_PATCH_BYTES", 1)  # one image at a time
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     how = (1, 1), "SAME", groups
@@ -150,7 +150,7 @@ def test_kernel_that_all_devices_share(check_vma: bool, kernel: Any, groups: int
     [((3, 3, 4, 5), (2, 2), 1), ((3, 3, 1, 4), (2, 2), 4), ((3, 3, 3, 5), (1, 1), 1)],
 )
 def test_programs_for_tpus_are_those_of_jax(kernel: Any, strides: Any, groups: int) -> None:
-    """Compares the convolutions in both programs."""
+    """Compares the convolutions in our program with those in JAX's program."""
 
     def operations(convolution: Any, platform: str) -> list[str]:
         traced = jax.jit(functools.partial(gradients, convolution), static_argnums=(2, 3, 4)).trace(

@@ -1,4 +1,4 @@
-"""Complete training steps with every form of convolution and pooling, and every sharding."""
+"""Tests that training steps with every form of convolution and pooling do not depend on sharding."""
 
 import functools
 from typing import Any
@@ -29,7 +29,7 @@ PLACEMENTS = [  # devices, backend, microbatches
 
 
 class EveryForm(nn.Module):
-    """Convolutions with and without strides, depthwise, 1x1, and with few outputs."""
+    """A network of convolutions: with and without strides, depthwise, 1x1, and with few outputs."""
 
     num_classes: int = 10
     dtype: str = "float32"

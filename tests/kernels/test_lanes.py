@@ -1,4 +1,4 @@
-"""Packed examples give the same numbers in another layout."""
+"""Tests that operations on packed examples give the same numbers as on separate examples."""
 
 import doctest
 import functools
@@ -84,7 +84,7 @@ def test_dtype_is_that_of_the_computation() -> None:
 
 
 def test_padding_at_stride_2() -> None:
-    """Determines the padding by a convolution of ones: the sum is lower where pixels were padded."""
+    """Detects the padding with a convolution of ones: sums are lower where pixels were padded."""
     for size, kernel, expected in (
         (5, 3, [2, 3, 2]),
         (6, 3, [3, 3, 2]),
@@ -99,7 +99,7 @@ def test_padding_at_stride_2() -> None:
 
 
 def fitting(kind: AxisType, device: str, rows: int) -> int:
-    """Returns the packing of a network with `rows` rows in a program for 2 devices."""
+    """Returns `examples_a_row` for a network that sees `rows` rows, in a program for 2 devices."""
     mesh = AbstractMesh(
         (2,),
         ("data",),

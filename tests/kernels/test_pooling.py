@@ -1,4 +1,4 @@
-"""Max pooling as element-wise maxima, and its gradient, equal JAX's pooling over windows."""
+"""Tests that max pooling as element-wise maxima and its gradient equal those of JAX's pooling."""
 
 from collections.abc import Callable
 

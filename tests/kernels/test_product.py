@@ -1,4 +1,4 @@
-"""The product for CPUs equals that of `jax.lax`, and other devices use JAX's gradients."""
+"""Tests that the product for CPUs equals that of `jax.lax`, and that other devices use JAX's gradients."""
 
 import functools
 from typing import Any
@@ -71,7 +71,7 @@ def test_sums_of_bfloat16_are_of_float32() -> None:
 
 
 def test_bfloat16_products_have_fast_dtypes_on_a_cpu() -> None:
-    """Both factors are bfloat16, and sums are float32."""
+    """Tests that both factors are bfloat16 and that sums are float32."""
     given = [jnp.asarray(leaf, jnp.bfloat16) for leaf in inputs((4, 3, 5))]
     for dtype, forward in ((jnp.float32, "f32"), (None, "bf16")):
         traced = jax.jit(functools.partial(gradients, ours, dtype=dtype)).trace(*given)
@@ -97,7 +97,7 @@ def test_kernel_that_all_devices_share(check_vma: bool) -> None:
 
 
 def test_programs_for_tpus_are_those_of_jax() -> None:
-    """The programs have the same products; on a CPU the kernel's gradient is not transposed."""
+    """Tests that TPU programs have JAX's products, and that CPU programs transpose no kernel gradient."""
 
     def operations(product: Any, platform: str) -> list[str]:
         traced = jax.jit(functools.partial(gradients, product)).trace(*inputs((4, 3, 5)))

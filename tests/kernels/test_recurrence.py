@@ -1,4 +1,4 @@
-"""Compares the LSTM recurrence and its derivatives with JAX's, also with padding and sharded."""
+"""Compares the LSTM recurrence and its derivatives with JAX's, including padded and sharded input."""
 
 import jax
 import jax.numpy as jnp

@@ -106,7 +106,7 @@ def _clipped(grads: dict[str, jax.Array], clip: Mapping[str, Any], on: jax.Array
 
 
 def _inner(settings: Settings) -> tuple[optax.GradientTransformation, Any, float, float]:
-    """Returns PyTorch's optimizer, its second moments, and their decay and eps."""
+    """Returns PyTorch's optimizer in Optax, a function that reads its second moments, b2 and eps."""
     kind, arguments = settings.take("optimizer"), Settings(settings.take("optimizer_kwargs"))
     rate, (b1, b2) = arguments.take("lr"), arguments.take("betas", (0.9, 0.999))
     eps = arguments.take("eps", 1e-8)

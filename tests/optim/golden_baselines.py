@@ -1,4 +1,4 @@
-"""Maps recorded runs to Optax's optimizers as `make_optimizer` builds them."""
+"""Maps recorded runs to Optax's optimizers, which `make_optimizer` builds."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

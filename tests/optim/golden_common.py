@@ -17,7 +17,7 @@ class Settings(dict):
     """Arguments of a recorded implementation; arguments left after all calls of `take` were not read."""
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a setting, or the implementation's default."""
+        """Removes a setting and returns its value, or the implementation's default."""
         return self.pop(name, default)
 
     def renamed(
@@ -26,7 +26,7 @@ class Settings(dict):
         """Takes the settings with `names` and returns them as our `known` arguments.
 
         `names` maps our argument to its names in the implementations. If the settings have two of
-        these names, the later name wins.
+        these names, the name that is listed later wins.
         """
         return {
             ours: self.take(theirs)
@@ -118,7 +118,7 @@ def group_without_decay(settings: Settings) -> Rules:
 def grouped(
     settings: Settings, params: Any, default_decay: float, tied: bool = False, adapt: bool = True
 ) -> Rules:
-    """Returns rules from the parameter group with separate options; its decay is 0 or the common decay.
+    """Returns rules from the group with separate options; the group's decay is 0 or the common decay.
 
     If `tied`, a group without decay only adapts if `always_adapt` is set.
     """
@@ -153,7 +153,7 @@ def timm_decay(settings: Settings) -> dict[str, Any]:
 
 
 def mask(value: bool | str | None) -> Callable[[str], bool]:
-    """Parses a recorded mask: True or None for every leaf, False, or "not ['bias', ...]"."""
+    """Parses a recorded mask: True or None for all leaves, False for none, or "not ['bias', ...]"."""
     if value is None or isinstance(value, bool):
         return lambda path: value is not False
     if not re.fullmatch(r"not \[('\w+'(, )?)+\]", value):

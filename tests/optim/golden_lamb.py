@@ -105,7 +105,7 @@ def _keras(settings, params):
 
 
 def _keras_clipping(settings: Settings, arguments: dict[str, Any], rules: Rules):
-    """Returns LAMB after one of the three clipping options of every Keras optimizer."""
+    """Returns LAMB preceded by a clipping option; every Keras optimizer has three such options."""
     arguments["clip_global_norm"] = settings.take("global_clipnorm")
     each, value = settings.take("clipnorm"), settings.take("clipvalue")
     tx = _lamb(settings, arguments, rules)

@@ -47,7 +47,7 @@ def _lars(
 
 
 def learning_rate(settings: Settings) -> optax.ScalarOrSchedule:
-    """Returns the learning rate, which may be a multiple of the polynomial of MLPerf's train.py."""
+    """Returns the learning rate, which may be a multiple of the polynomial schedule of MLPerf's train.py."""
     match = re.fullmatch(
         r"train\.py polynomial_learning_rate_fn\((\d+), (\d+) steps?/epoch, (\d+) epochs\)"
         r" \* ([\d.]+)",

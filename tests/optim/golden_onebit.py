@@ -1,6 +1,6 @@
 """Reproduces recorded runs of DeepSpeed's 1-bit optimizers and compressed all-reduce.
 
-The workers are simulated: they are the axis of `jax.vmap` over which the exchange sums.
+The axis of `jax.vmap` over which the exchange sums represents the workers.
 """
 
 import functools

@@ -44,7 +44,7 @@ def curves_for(entry: dict[str, Any], record: Record) -> list[Curve]:
 def warmup(
     peak: float, total_steps: float, warmup_steps: float = 0.0, **options: Any
 ) -> optax.Schedule:
-    """Returns `schedules.warmup`, also for recorded runs that end within their warm-up."""
+    """Returns `schedules.warmup`, even for recorded runs that end within their warm-up."""
     return schedules.warmup(peak, max(total_steps, warmup_steps), warmup_steps, **options)
 
 

@@ -33,7 +33,7 @@ def find(**fields: str) -> dict[str, Any]:
 
 
 def need(number: int, actual: Sequence[Any], what: str) -> None:
-    """Skips the calling test if the index has fewer than `number` entries that match."""
+    """Skips the calling test if `actual`, a list of index entries, has fewer than `number` elements."""
     if len(actual) < number:
         missing(f"all {number} entries of {what} in golden/index.json")
 

@@ -1,4 +1,4 @@
-"""Short runs of a transform on unusual, stacked and split trees, which tests compare."""
+"""Short runs of a transform on unusual, stacked and split trees, for tests that compare results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Tree = dict[str, np.ndarray]
 def case(steps: int = 5, seed: int = 0) -> tuple[Tree, list[Tree]]:
     """Returns parameters and gradients in float64.
 
-    'zero' starts at 0, 'still' has no gradient, and 'late' has none at the first two updates.
+    'zero' starts at 0; gradients of 'still' are 0, and those of 'late' are 0 in the first two updates.
     """
     rng = np.random.default_rng(seed)
     shapes = {
@@ -66,7 +66,7 @@ def equals_a_loop(
 
     `build` takes the rate, rules and the arguments. `reference` takes the weights and gradients of
     one layer, the arguments, `decays` and `adapts`, and returns the weights after all updates.
-    The leaf 'bias' does not decay, and 'scale' does not adapt, if `exempt` has these names.
+    If `exempt` has 'decay', the leaf 'bias' does not decay; if it has 'adapt', 'scale' does not adapt.
     """
     params, grads = case()
     leaves = {

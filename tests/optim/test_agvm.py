@@ -117,7 +117,7 @@ def test_preconditioning_by_the_second_moments_before_the_update() -> None:
 
 
 def test_tensors_that_are_split() -> None:
-    """Inside shard_map the factors are those of full tensors, and equal on all devices."""
+    """Inside shard_map the factors equal those of full tensors on all devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, halves = _tree(0), _halves(0)
     specs = {

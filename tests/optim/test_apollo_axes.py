@@ -25,7 +25,7 @@ from tests.optim.test_apollo import MINI, module, normal, numpy_loop, steps
     ],
 )
 def test_rows_and_columns_of_several_axes_are_a_matrix(shape, sides, arguments, monkeypatch):
-    """The steps equal those of the flattened matrix with a projection flattened in the same way."""
+    """The steps equal those of the flattened matrix, if the projection is flattened in the same way."""
     rng = np.random.default_rng(3)
     weights, *grads = (jnp.asarray(rng.standard_normal(shape)) for _ in range(4))
     lengths = [int(np.prod([shape[axis] for axis in side])) for side in sides]

@@ -1,6 +1,6 @@
-"""Every public function rejects arguments of wrong types; the error has the name and the value.
+"""Tests that public functions reject arguments of wrong types with an error that has name and value.
 
-The table follows from the signatures, so new functions and arguments are included. A function
+The test cases follow from the signatures, so new functions and arguments are included. A function
 with required arguments that `NEEDED` lacks fails `test_every_function_has_a_valid_call`.
 """
 
@@ -72,7 +72,7 @@ INNER = {
 
 
 def public_functions() -> dict[str, Callable]:
-    """Returns 'module.name' -> each public function and dataclass that a module defines."""
+    """Returns {'module.name': value} for the public functions and dataclasses that modules define."""
     actual = {}
     for info in pkgutil.iter_modules(optim.__path__):
         module = importlib.import_module(f"{optim.__name__}.{info.name}")

@@ -1,4 +1,4 @@
-"""Lion, Adafactor, Muon and schedule-free AdamW equal Optax's, and reject unsupported input."""
+"""Tests that Lion, Adafactor, Muon and schedule-free AdamW equal Optax's and reject unsupported input."""
 
 import jax
 import jax.numpy as jnp

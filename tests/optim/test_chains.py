@@ -1,4 +1,4 @@
-"""Tests transforms for chains: weight decay and rate factors by rules, and float32 inside a chain."""
+"""Tests transforms for chains: weight decay and rate factors by rules, and float32 arithmetic."""
 
 import jax
 import jax.numpy as jnp

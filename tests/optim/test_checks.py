@@ -1,4 +1,4 @@
-"""Errors name an invalid argument and its value, even if Optax has turned the value into an array."""
+"""Tests that errors name an invalid argument and its value, even if Optax made the value an array."""
 
 import functools
 

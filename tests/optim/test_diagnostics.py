@@ -1,4 +1,4 @@
-"""Diagnostics are read from any part of a state, under the parameters' paths."""
+"""Tests the reading of diagnostics from any part of a state, by the parameters' paths."""
 
 import jax
 import jax.numpy as jnp

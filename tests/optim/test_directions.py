@@ -1,4 +1,4 @@
-"""Chains equal `lamb` and `lars`, in most cases bit for bit."""
+"""Tests that chains of transforms equal `lamb` and `lars`, in most cases bit for bit."""
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,7 @@ GRADS = {"kernel": jnp.ones((4, 3)), "bias": jnp.full(3, 0.5)}
 
 
 def by_value() -> optax.GradientTransformationExtraArgs:
-    """Subtracts the extra argument `value` from every weight, and rejects an update without this argument."""
+    """Subtracts the extra argument `value` from every weight; rejects updates without this argument."""
 
     def update_fn(updates, state, params=None, *, value, **others):
         del params, others

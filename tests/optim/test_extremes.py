@@ -1,4 +1,4 @@
-"""Tests every optimizer with unusual shapes, and with gradients whose squares exceed float32."""
+"""Tests every optimizer with unusual shapes, and with gradients whose squares exceed the range of float32."""
 
 import jax.numpy as jnp
 import numpy as np

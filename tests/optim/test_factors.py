@@ -52,7 +52,7 @@ def trained(tx):
 
 
 def in_partitions(name, make, factors):
-    """Returns the weights after training with one transform per factor, by `optax.partition`."""
+    """Returns the weights after training with `optax.partition`, with one transform per factor."""
     if name == "apollo":  # projections depend on the leaf's index in the full tree
         full = {factor: trained(make(factor)) for factor in set(factors.values())}
         return {leaf: full[factor][leaf] for leaf, factor in factors.items()}
@@ -66,7 +66,7 @@ def rules_of(meta, factors):
 @pytest.mark.long
 @pytest.mark.parametrize("form", some(FORMS, [(name, None) for name in MAIN]))
 def test_a_rate_factor_is_another_rate(form):
-    """A table of rules equals one transform per rate, without global clipping."""
+    """Without global clipping, one table of rules equals a partition with one transform per rate."""
     name, preset = form
     factors = {"kernel": 0.3, "bias": 2.0, "zero": 1.0}
     arguments = {"preset": preset, "clip_global_norm": None, "weight_decay": 0.1}

@@ -1,4 +1,4 @@
-"""Our optimizers reproduce every recorded run of other implementations after every update."""
+"""Tests that our optimizers reproduce recorded runs of other implementations at every update."""
 
 import re
 

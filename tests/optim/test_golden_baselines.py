@@ -1,4 +1,4 @@
-"""Reproduces recorded runs of Lion, Muon and schedule-free AdamW by Optax's optimizers with our rules."""
+"""Reproduces recorded runs of Lion, Muon and schedule-free AdamW with Optax's optimizers and our rules."""
 
 import re
 

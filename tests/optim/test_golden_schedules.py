@@ -1,4 +1,4 @@
-"""Reproduces every recorded learning rate of other implementations by our schedules."""
+"""Reproduces every recorded learning rate of other implementations with our schedules."""
 
 import jax
 import jax.numpy as jnp

@@ -22,7 +22,7 @@ def loss(params: optax.Params) -> jax.Array:
 
 
 def steps(tx: optax.GradientTransformation, l2: float) -> optax.Params:
-    """Returns the weights after three updates with the term in the loss."""
+    """Returns the weights after three updates with the L2 term in the loss."""
 
     def full(params: optax.Params) -> jax.Array:
         kept = [params["conv"]["kernel"], *params["output"].values()]  # without the norm
@@ -56,7 +56,7 @@ def gradient(shape: tuple[int, ...], step: int) -> np.ndarray:
 
 
 def test_lars_of_tensorflow_tpus_efficientnet() -> None:
-    """Computes the expected steps in float64, like lars_optimizer.py with the loss of main.py."""
+    """Computes the expected steps in float64, by the formulas of lars_optimizer.py and main.py's loss."""
     rate, decay, l2, momentum = 5.0, 0.02, 0.3, 0.9
     tx = optim.add_l2(
         optim.lars(rate, weight_decay=decay, rules="efficientnet", momentum=momentum), l2, "resnet"

@@ -1,4 +1,4 @@
-"""Tests reports of how optimizers update each leaf, read from the shapes of their state."""
+"""Tests reports of how optimizers update each leaf, derived from the shapes of their states."""
 
 import jax
 import jax.numpy as jnp

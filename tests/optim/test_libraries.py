@@ -1,4 +1,4 @@
-"""Named rules match the biases and norms of small networks in each library."""
+"""Tests that named rules match the biases and norms of small networks in each library."""
 
 import re
 

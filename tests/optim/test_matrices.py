@@ -1,4 +1,4 @@
-"""Tests matrix axes by name, for networks of this package and of other libraries."""
+"""Tests the matrix axes that leaf names imply, for this package's and other libraries' networks."""
 
 import jax
 import jax.numpy as jnp

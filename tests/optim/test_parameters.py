@@ -301,7 +301,7 @@ def test_matrix_axes_have_to_be_all_that_stack_no_layers():
 
 @pytest.mark.long
 def test_rows_and_columns_of_linens_kernels():
-    """The documented axes give each Linen kernel the matrix of its linear map."""
+    """With the documented axes, each Linen kernel becomes the matrix of a linear map."""
     conv, attention = nn.Conv(5, (3, 2), use_bias=False), nn.MultiHeadDotProductAttention(4)
     image, tokens = jnp.ones((1, 3, 2, 7)), jnp.ones((1, 3, 8))
     params = {

@@ -1,4 +1,4 @@
-"""Each preset is accepted by its optimizer, and LAMB's first steps are as published.
+"""Tests that each optimizer accepts its presets, and that LAMB's first steps are as published.
 
 test_golden shows that the presets reproduce the implementations: its mappings start from presets.
 """

@@ -1,4 +1,4 @@
-"""libtpu prints nothing without a TPU; tests/test_readme.py tests this with a snippet too."""
+"""Tests the environment variables that silence libtpu; tests/test_readme.py checks the output."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The snippets of the README run, and the calls in its tables are valid."""
+"""Tests that the README's snippets run, and that the calls in its tables are valid."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Compares the refined schedule with loops from its formula, and tests special cases."""
+"""Compares the refined schedule with its formula in plain loops, and tests special cases."""
 
 import jax
 import jax.numpy as jnp

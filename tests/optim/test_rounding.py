@@ -1,4 +1,4 @@
-"""Tests stochastic rounding: exact if possible, else exact on average; equal for all shardings."""
+"""Tests stochastic rounding: representable sums are exact, and other sums are exact on average."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""States have the sharding of their parameters, and updates do not depend on sharding.
+"""Tests that states have the sharding of their parameters, and that updates do not depend on sharding.
 
 Every transform takes five steps on one device, and the same steps under `jit` with shardings,
 inside `shard_map`, inside `pmap` and on an Explicit mesh.

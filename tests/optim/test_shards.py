@@ -1,4 +1,4 @@
-"""Inside shard_map some leaves are split over one or two mesh axes, and others are full.
+"""Tests updates inside shard_map, where some leaves are split over one or two mesh axes.
 
 Every transform takes five updates on one device, and the same updates on a mesh of eight devices,
 where `axis_name` is a function of the leaf's path. Full leaves must stay bit-identical on all devices.
@@ -67,7 +67,7 @@ def specs_by_path(specs):
 
 
 def configured(name, **arguments):
-    """Returns an optimizer built from a config, with collect=True."""
+    """Returns a function that builds an optimizer from a config, with collect=True."""
 
     def build(**others):
         collect = {"collect": True} if takes(name, "collect") else {}

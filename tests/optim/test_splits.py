@@ -1,4 +1,4 @@
-"""Tests the full shape and split axes of a leaf inside shard_map, from a spec and from a name."""
+"""Tests a leaf's full shape and split axes inside shard_map, given a spec or a mesh axis's name."""
 
 import jax
 import jax.numpy as jnp

@@ -55,7 +55,7 @@ def finite(tree):
 
 
 def run(tx, params, grads, steps=3):
-    """Returns the updates and the state after some steps with constant gradients and parameters."""
+    """Returns the updates and the state after `steps` steps with constant gradients and parameters."""
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(steps):
         updates, state = update(grads, state, params)
@@ -65,7 +65,7 @@ def run(tx, params, grads, steps=3):
 
 @functools.cache
 def alone(name, steps=3):
-    """Returns the results of an unwrapped transform."""
+    """Returns the updates and the state of an unwrapped transform."""
     return run(PLAIN[name](RATE), *trees(), steps)
 
 

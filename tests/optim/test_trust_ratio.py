@@ -1,4 +1,4 @@
-"""Tests the layerwise ratio: stacks, shards, zeros, narrow dtypes and other norms."""
+"""Tests the layerwise trust ratio: stacks, shards, zeros, narrow dtypes, and norms other than l2."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def test_any_axes_can_stack_layers(layer_axes, shape):
 
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_shards(name):
-    """A split tensor under jit, and inside shard_map with and without `axis_name`."""
+    """Tests a split tensor under jit, and inside shard_map with and without `axis_name`."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(np.exp(rng.standard_normal((16, 6))), jnp.float32)}

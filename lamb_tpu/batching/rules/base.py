@@ -23,9 +23,9 @@ class Rule:
 
     Attributes:
       granularity: the number of examples of a microbatch over all devices. Every batch size is a
-        multiple of it.
+        multiple of this number.
       interval: the number of updates between decisions.
-      needs: the names of the statistics that `next_batch` reads. If it is empty, the batch size is
+      needs: the names of the statistics that `next_batch` reads. If there are none, the batch size is
         a function of the number of examples seen.
     """
 
@@ -51,7 +51,7 @@ class Rule:
     ) -> tuple[State, Mapping[str, float]]:
         """Returns the state after one more update, and the statistics that `next_batch` reads.
 
-        If the rule needs the noise scale, the state has the moving averages of its two estimates. A
+        If the rule needs the noise scale, the state has moving averages of the scale's two estimates. A
         statistic that this update did not measure is NaN.
         """
         if not all(name in statistics for name in noise_scale.PAIR):
@@ -84,7 +84,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant(Rule):
-    """Keeps the batch size with which training begins.
+    """A rule that never changes the batch size.
 
     >>> Constant(granularity=8).next_batch(64, {}, examples=10_000)
     64

@@ -60,7 +60,7 @@ class Ramp(Rule):
             )
 
     def next_batch(self, batch: int, statistics: Mapping[str, float], examples: int) -> int:
-        """Returns the batch size when `examples` examples have been seen."""
+        """Returns the batch size after `examples` examples."""
         del batch, statistics
         index = bisect.bisect_right(self.points, examples, key=lambda point: point[0]) - 1
         start, here = self.points[index]
@@ -108,7 +108,7 @@ def seesaw_points(
       batch: the initial batch size, in examples.
       cuts: the numbers of examples after which the schedule divides its rate.
       decay: the divisor of the rate.
-      granularity: the batch granularity; batch sizes are rounded to its nearest multiple.
+      granularity: the batch granularity; batch sizes are rounded to the nearest multiple of it.
     """
     factor = seesaw(decay).batch
     return (

@@ -1,4 +1,4 @@
-r"""SimiGrad: changes the batch to keep the cosine of its two halves' gradients near a target.
+r"""SimiGrad: changes the batch size to keep the cosine of two halves' gradients near a target.
 
 References:
   Qin et al., SimiGrad: Fine-Grained Adaptive Batching for Large Scale Training using Gradient
@@ -94,8 +94,8 @@ def wanted_batch(
 def round_to_granularity(wanted: int, batch: int, granularity: int) -> int:
     """Returns the wanted batch size, rounded down to a positive multiple of the granularity.
 
-    If the wanted batch is larger than the current batch but the rounded batch is not, adds one
-    granularity to the rounded batch.
+    If the wanted batch is larger than the current batch but the rounded batch is not, one
+    granularity is added to the rounded batch.
 
     >>> [round_to_granularity(wanted, 24, 8) for wanted in (21, 24, 26, 40)]
     [16, 24, 32, 40]

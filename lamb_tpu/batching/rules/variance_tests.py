@@ -4,7 +4,7 @@ References:
   Byrd, Chin, Nocedal, Wu, Sample size selection in optimization methods for machine learning,
   Mathematical Programming 134, 2012: the norm test.
   Bollapragada, Byrd, Nocedal, Adaptive Sampling Strategies for Stochastic Optimization,
-  arXiv:1710.11258: the inner-product test, with which most steps are descent directions.
+  arXiv:1710.11258: the inner-product test, which makes most steps descent directions.
   Lau, Liu, Kolar, AdAdaGrad: Adaptive Batch Size Schemes for Adaptive Gradient Methods,
   arXiv:2402.11215; the authors' code, timlautk/AdAdaGrad, was read.
 """
@@ -41,7 +41,7 @@ class NormTest(Bounded):
         check_above_zero(eta=self.eta)
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
-        """Returns the larger of the current batch size and the one that the test requires."""
+        """Returns the larger of the current batch size and the batch size that the test requires."""
         grad_sq = read(statistics, variance.GRAD_SQ)
         return max(required(read(statistics, variance.VARIANCE), self.eta**2 * grad_sq), batch)
 
@@ -71,7 +71,7 @@ class InnerProductTest(Bounded):
         check_above_zero(theta=self.theta)
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
-        """Returns the larger of the current batch size and the one that the test requires."""
+        """Returns the larger of the current batch size and the batch size that the test requires."""
         grad_sq = read(statistics, variance.GRAD_SQ)
         inner_product = read(statistics, variance.INNER_PRODUCT)
         return max(required(inner_product, self.theta**2 * grad_sq**2), batch)
@@ -106,7 +106,7 @@ class Augmented(InnerProductTest):
         check_above_zero(nu=self.nu)
 
     def wanted(self, batch: int, statistics: Mapping[str, float]) -> float:
-        """Returns the largest of the current batch size and those that the two tests require."""
+        """Returns the largest of the current batch size and the two batch sizes that the tests require."""
         grad_sq = read(statistics, variance.GRAD_SQ)
         orthogonal = read(statistics, variance.ORTHOGONAL)
         return max(required(orthogonal, self.nu**2 * grad_sq), super().wanted(batch, statistics))

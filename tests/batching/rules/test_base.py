@@ -1,4 +1,4 @@
-"""Tests the base classes of rules: the table, bounds, granularity, rounding and statistics."""
+"""Tests every rule in `RULES` and the base classes: bounds, granularity, rounding and statistics."""
 
 import math
 

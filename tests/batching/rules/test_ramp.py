@@ -1,4 +1,4 @@
-"""Tests batch sizes as functions of examples seen."""
+"""Tests batch sizes that are functions of the number of examples seen."""
 
 import pytest
 

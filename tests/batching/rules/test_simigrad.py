@@ -13,7 +13,7 @@ ENTRIES = [entry for entry in goldens.entries() if entry["family"] == "simigrad"
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=goldens.label)
 def test_the_rule_makes_the_recorded_batches(entry) -> None:
-    """Compares with recorded runs; rejects lower bounds that are not multiples of the granularity."""
+    """Compares batch sizes with recorded runs; lower bounds must be multiples of the granularity."""
     hyper, recorded = entry["hyper"], goldens.record(entry)
     granularity = hyper["world"] * hyper["micro0"]
     lower = hyper["lower"]
