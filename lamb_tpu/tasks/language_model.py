@@ -1,4 +1,4 @@
-"""Language modelling with recurrent networks, whose state is passed on from window to window."""
+"""Language modelling with recurrent networks, which pass their state from window to window."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ class LanguageModel:
             raise other_size(model_classes, data_classes, source)
 
     def field_ranges(self, source: Source) -> Ranges:
-        """Returns the valid values; after the first `length` words, `targets` may be anything."""
+        """Returns the valid values; `targets` may have any value after the first `length` words."""
         shape = source.element_spec["targets"].shape
         size = self.model.vocab_size if source.num_classes is None else source.num_classes
         known = Range(0, math.inf if size is None else size - 1, "the words of the vocabulary")
@@ -118,7 +118,7 @@ class LanguageModel:
     def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, Pair]:
         """Returns sums of `loss` (nats per word), `perplexity` and `accuracy` over full streams.
 
-        For `perplexity`, the exponential of the mean is recorded. Dropout is off.
+        The sums of `perplexity` are those of `loss`: its mean's exponential is recorded. Dropout is off.
         """
         rows, windows, steps = batch["targets"].shape
         lengths = jnp.where(batch["mask"] > 0, batch["length"], 0)
