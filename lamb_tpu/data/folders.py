@@ -1,4 +1,4 @@
-"""The folders from which data sets are read: config key, content, and how to make each folder.
+"""The folders from which data sets are read: each folder's config key, content and commands.
 
 All texts about these folders are here, except for the error messages of the readers, so that
 commands can print what a run needs before anything is loaded.

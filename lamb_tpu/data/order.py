@@ -1,8 +1,8 @@
 """The order of shuffled training examples, a pure function of (seed, epoch, position).
 
 Training reads one endless stream of examples. Global position `i` is in epoch `i // num_examples`,
-at index `i % num_examples` of that epoch's permutation. The order does not depend on the processes,
-and only `bucketed_order` depends on the batch size.
+at index `i % num_examples` of that epoch's permutation. The order does not depend on the number of
+processes. Only the order of `bucketed_order` depends on the batch size.
 """
 
 import functools
@@ -49,7 +49,7 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
 def bucketed_order(
     seed: int, epoch: int, num_examples: int, buckets: np.ndarray, batch_size: int
 ) -> np.ndarray:
-    """Shuffles an epoch into batches of similar length.
+    """Shuffles an epoch into batches of examples with similar lengths.
 
     The examples are shuffled by `example_order`, sorted by bucket and cut into batches, and then
     the batches are shuffled. Batches that straddle two epochs contain the longest examples of both

@@ -55,7 +55,7 @@ def invert(image: np.ndarray) -> np.ndarray:
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keeps the `bits` highest bits of each value, at least 1 because TensorFlow shifts by at most 7."""
+    """Keeps the `bits` highest bits of each value; 0 keeps 1 bit, as TensorFlow shifts by at most 7."""
     return image & np.uint8(0xFF << (8 - max(bits, 1)) & 0xFF)
 
 

@@ -1,4 +1,4 @@
-"""Packing, compared with BERT's loops in plain Python; probabilities of the random choices."""
+"""Packing: equal to BERT's loops in plain Python; probabilities of the random choices."""
 
 import random
 
@@ -29,7 +29,7 @@ def bounds(documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
 def plain_pairs(
     documents: list[Document], max_tokens: int, seed: int, copy: int, short: float
 ) -> list[tuple[list[int], list[int], bool]]:
-    """BERT's `create_instances_from_document`, with a separate target for each example."""
+    """BERT's `create_instances_from_document`, with a separate target length for each example."""
     examples, firsts = [], np.cumsum([0, *map(len, documents)])
     for number, document in enumerate(documents):
         i = 0
