@@ -114,7 +114,7 @@ def read_text(path: Path, errors: str = "strict", max_bytes: int = MAX_TEXT_BYTE
 
 
 def decode(content: bytes, errors: str = "strict") -> str:
-    """Decodes a text file's content, see `read_text`; a ValueError has the number of the invalid line."""
+    """Decodes a text file's content, see `read_text`; raises a ValueError with the invalid line's number."""
     try:
         text = content.decode(_UTF_8, errors)
     except UnicodeDecodeError as error:

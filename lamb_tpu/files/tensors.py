@@ -48,7 +48,7 @@ def differ(where: object, verb: str, names: Sequence[str]) -> UserError:
 
 
 def check_format(file: pathlib.Path, key: str) -> None:
-    """Rejects other formats of weights, such as PyTorch's pickles, which may run code."""
+    """Rejects weights that are not in safetensors, such as PyTorch's pickles, which may run code."""
     if file.suffix in _PICKLES:
         raise UserError(
             f"{key}: {file}",

@@ -243,10 +243,9 @@ def try_out(folder: pathlib.Path) -> None:
 class LineFile:
     """A text file to which complete lines are appended; killing the process loses no line.
 
-    A power failure may lose the lines since the last `flush`. For a file in a bucket, a kill may lose
-    lines too, see `uploads.Upload`. If a line cannot be written, or the file was moved or deleted,
-    `failed` is called once with a UserError and later lines are dropped. Without `failed`, the error
-    is raised.
+    A power failure may lose lines since the last `flush`. In a bucket, a kill may lose lines too, see
+    `uploads.Upload`. If a line cannot be written, or the file was moved or deleted, `failed` is called
+    once with a UserError, and later lines are dropped. If `failed` is None, the error is raised.
     """
 
     def __init__(

@@ -157,8 +157,8 @@ class Classification:
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`.
 
-        For more than 10 classes, `top5_accuracy` is added: the label counts if it is among the five
-        most likely classes. Examples with `mask` 0 do not count.
+        With more than 10 classes, the result also has `top5_accuracy`: whether the label is among the
+        five most likely classes. Examples with `mask` 0 do not count.
         """
         logits, _ = self.model.apply(
             {"params": params, **model_state}, self._inputs(batch), train=False

@@ -40,8 +40,7 @@ def best_answers(
       start_logits, end_logits: (features, length), any float dtype.
       num_best: maximum number of answers for a question.
       max_answer_length: maximum number of tokens of an answer.
-      with_null: whether to rank the answer "" too, with the lowest [CLS] score of the question's
-        windows; for SQuAD v2.
+      with_null: whether to rank the answer "" too (SQuAD v2), by its lowest [CLS] score in any window.
 
     Returns:
       question ID -> answers, best first; the list is empty if no pair counts.

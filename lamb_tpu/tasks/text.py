@@ -59,7 +59,7 @@ def check_text(
 
 
 def words(model: Model, source: Source) -> Range:
-    """Returns the range of token IDs for the model's vocabulary size; if None, for the data's."""
+    """Returns the range of token IDs in the model's vocabulary or, if its size is None, in the data's."""
     size = model.vocab_size
     if size is None and source.vocabulary is not None:
         size = len(source.vocabulary)

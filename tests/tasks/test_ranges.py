@@ -89,7 +89,7 @@ def test_right_batches_pass_and_wrong_values_are_named(name: str) -> None:
 
 
 def test_ids_that_do_not_count_may_be_anything() -> None:
-    """Many libraries write -100 for "ignore"."""
+    """Many libraries use the label -100 for tokens that do not count."""
     check, batch = checked(*masked_lm())
     ids = np.where(batch["masked_weights"] > 0, 5, -100).astype(np.int32)
     check({**batch, "masked_ids": ids}, ROWS)

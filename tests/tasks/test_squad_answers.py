@@ -1,4 +1,4 @@
-"""Best answers: compared with the plain loops of `run_squad.py`, and right for certain logits."""
+"""Best answers: compared with the plain loops of `run_squad.py`, and with the known answers."""
 
 import numpy as np
 import pytest
