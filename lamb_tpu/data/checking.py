@@ -180,7 +180,7 @@ class Check:
 
 
 def check_options(options: Any, **bounds: tuple[float, float]) -> None:
-    """Raises a UserError if an option of a data set is below its first or above its second bound."""
+    """Raises a UserError if an option of a data set is below its lower or above its upper bound."""
     for name, (least, most) in bounds.items():
         value = getattr(options, name)
         if not least <= value <= most:
@@ -189,7 +189,7 @@ def check_options(options: Any, **bounds: tuple[float, float]) -> None:
 
 
 def check_same_form(trained: Source, evaluated: Source) -> None:
-    """Raises a UserError if a field's rank or type of number differs between two custom sets.
+    """Raises a UserError if a field has a different rank or number type in two custom sets.
 
     Sizes may differ, because some networks are evaluated on larger images; see `split_difference`.
     """

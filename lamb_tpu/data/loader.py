@@ -25,8 +25,8 @@ class TrainLoader:
     A source with `streams` is not shuffled: global position i is example i % num_examples, so that
     each row continues in the next batch. Every batch must then have one row for each stream.
 
-    If the source has buckets, each batch of `batch_size` examples has similar lengths, and padding is
-    trimmed to the largest bucket in the batch. The order then also depends on `batch_size`.
+    If the source has buckets, the `batch_size` examples of a batch have similar lengths, and padding
+    is trimmed to the largest bucket in the batch. The order then also depends on `batch_size`.
 
     Args:
       source: the examples.

@@ -74,10 +74,10 @@ def global_indices(
     num_examples: int,
     order_of: Callable[[int, int, int], np.ndarray] = example_order,
 ) -> np.ndarray:
-    """Returns the examples at global positions `start` to `stop - 1` of the endless stream.
+    """Returns the indices of the examples at positions `start` to `stop - 1` of the endless stream.
 
-    The result is int64 (stop - start,), indices into the source. The range may cross any number of
-    epochs. `order_of(seed, epoch, num_examples)` returns the order of an epoch. Raises ValueError if
+    The result is int64 (stop - start,). The range of positions may cross any number of epochs.
+    `order_of(seed, epoch, num_examples)` returns the order of an epoch. Raises ValueError if
     `start` is negative or greater than `stop`.
     """
     if not 0 <= start <= stop:

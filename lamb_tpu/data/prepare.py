@@ -22,8 +22,8 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
 
     TFDS writes into a temporary folder and renames it at the end, so an interrupted preparation
     leaves no incomplete data set. If several processes call this function at once, one prepares the
-    set and the others wait. `source_dir` has the original files; None downloads these files.
-    Raises a UserError if a file is missing or was changed, or if the server cannot be reached.
+    set and the others wait. `source_dir` has the original files under their original names; None
+    downloads them. Raises a UserError if a file is missing or changed, or the server is unreachable.
     """
     if is_prepared(builder):
         return

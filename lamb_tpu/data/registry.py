@@ -61,7 +61,7 @@ def load(
       in_memory: whether to read the full split into memory, as arrays or token ids; None does so
         if the split has at most `prepared.IN_MEMORY_BYTES`. `digits`, questions and bundled text are
         always in memory, photographs never.
-      options: field -> value, for the data set's class: `masked_lm.MaskedLmOptions` except the seed,
+      options: option -> value; see the data set's class: `masked_lm.MaskedLmOptions` except the seed,
         `squad_source.SquadOptions`, `python_docs.PythonDocsOptions`, `python_docs.ClozeOptions`,
         `streams.StreamOptions`, `python_docs_words.PythonDocsWordsOptions` or
         `pair_source.PairOptions` for text;

@@ -114,9 +114,9 @@ def decode_crop(
 
     Args:
       content: a JPEG (grey, RGB, CMYK), PNG, WebP or BMP, whatever its file name.
-      choose_box: returns the box from the image's (height, width).
+      choose_box: function that returns the box for the image's (height, width).
       size: height and width of the result, at least 8.
-      max_pixels: the largest number of pixels of an ordinary JPEG. Formats that need more memory
+      max_pixels: the maximum number of pixels of an ordinary JPEG. Formats that need more memory
         have a lower limit, so that no image takes more than `BYTES_PER_PIXEL * max_pixels` bytes.
       resize: 'bilinear': a crop of at least twice the size is averaged first, and its edges are
         rounded to whole pixels of the smaller scale. 'bicubic': TensorFlow 1's method, with the

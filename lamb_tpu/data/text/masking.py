@@ -33,13 +33,12 @@ def mask_tokens(
       is_head: bool, same shape: whether the token begins a word; the word's other tokens follow it.
         If all are True, single tokens are masked. The first token of each run of text is always a head.
       keys: uint64 (examples,): the masking of an example is a function of its key.
-      mask_id, vocabulary_size: id of [MASK], and number of tokens in the vocabulary.
-      max_predictions, probability: see above.
+      mask_id, vocabulary_size, max_predictions, probability: see above; `mask_id` is that of [MASK].
 
     Returns:
-      masked ids int32 (examples, length); and, each (examples, max_predictions): positions int32
-      in ascending order, original ids int32, and weights float32, 1 for a prediction. Unused
-      entries hold 0.
+      masked ids, int32 (examples, length); then three arrays (examples, max_predictions): positions,
+      int32 in ascending order; original ids, int32; and weights, float32, 1 for a prediction.
+      Unused entries hold 0.
     """
     chosen = _choose(is_text, is_head, keys, max_predictions, probability)
     # `np.nonzero` orders tokens by row and then by column, so the positions are ascending.

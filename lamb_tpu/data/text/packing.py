@@ -41,13 +41,12 @@ def pack_pairs(
 ) -> Pairs:
     """Packs segments for next-sentence prediction, as BERT's `create_pretraining_data.py` does.
 
-    Sentences are collected until they reach a target length in tokens for both segments:
+    Sentences are collected until they have a target length in tokens, for both segments together:
     `max_tokens`, or, with probability `short_probability`, a random length of 2 ... `max_tokens`.
-    Segment A consists of a random number of these sentences, starting with the first. With
-    probability 1/2, segment B consists of the remaining sentences. Otherwise, and always if no
-    sentences remain, B consists of sentences from a random position in another random document, and
-    the remaining sentences are used for the next example. If a pair is too long, tokens are removed
-    one by one from a random end of its longer segment.
+    Segment A is a random number of these sentences, starting with the first. With probability 1/2,
+    segment B is the remaining sentences. Otherwise, and always if no sentences remain, B is sentences
+    from a random position in another random document, and the remaining sentences are used for the
+    next example. A pair that is too long loses tokens one by one, at a random end of the longer segment.
 
     There is one difference: the original draws one target length for each document, so a book with a
     short target gives thousands of examples of a few tokens. Here a target is drawn for each example.

@@ -28,8 +28,8 @@ class PairOptions:
       vocab_size: maximum size of the joint vocabulary, which is trained on the split `train`.
       max_length: maximum number of tokens of a sentence in training, including its end token; pairs
         with a longer sentence are left out.
-      widths: number of widths to which training batches are padded. They are evenly spaced, and the
-        largest is `max_length`. The step is compiled once for each width.
+      widths: number of widths to which training batches are padded. The widths are evenly spaced, and
+        the largest is `max_length`. The step is compiled once for each width.
     """
 
     vocab_size: int = 8000
@@ -123,7 +123,7 @@ class PairSource(BaseSource):
         return batch
 
     def trim(self, batch: Batch, bucket: int) -> Batch:
-        """Trims padding from a batch, to the width that `bucket` is the index of."""
+        """Trims padding from a batch, to the width with the index `bucket`."""
         width = int(_widths(self._options)[bucket])
         return {
             field: values[:, : width + _CUT[field]] if field in _CUT else values

@@ -84,9 +84,9 @@ def prepare_text(
 ) -> dict[str, Any]:
     """Prepares text and returns the manifest; if the output is complete, only checks the output.
 
-    The output is the same, byte for byte, for every number of processes, even if a killed run is
-    continued. A shard is a function of the inputs and settings. It is written under a temporary
-    name and renamed when it is complete.
+    The output is the same, byte for byte, for every number of processes, whether or not a run was
+    killed and continued. A shard is a function of the inputs and settings. Each shard is written under
+    a temporary name and renamed when it is complete.
 
     Args:
       inputs: patterns of files, or one `tfds:NAME[/CONFIG][:SPLIT]`.

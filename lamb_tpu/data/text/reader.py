@@ -165,7 +165,7 @@ def tfds_builder(name: str, data_dir: str | None) -> "tuple[tfds.core.DatasetBui
 
 
 def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Segment]:
-    """Cuts a prepared set into segments of about `max_bytes`; `name` is as for `tfds_builder`."""
+    """Cuts a prepared set into segments of about `max_bytes`; see `tfds_builder` for `name` and errors."""
     builder, split = tfds_builder(name, data_dir)
     info = builder.info.splits[split]
     # TFDS knows the total size of a split, but not the size of each record.

@@ -78,8 +78,7 @@ class Features:
         context, including adjacent characters that are deleted (see `_with_deleted`); -1
         for tokens outside the context.
       best_window: bool (features, length): whether this window has the most context around the
-        token, among all windows with the token. Answers begin only where it is true, so each answer
-        counts once.
+        token, among all windows with the token. Answers begin only at such tokens, and count once.
       unmappable: ids of questions left out of training, because their answer is not at the position
         given in the file, or has no token.
     """
@@ -149,7 +148,7 @@ def make_features(
       training: whether to add the positions of each question's first answer, and to leave out
         questions whose answer cannot be located.
       max_length: number of tokens in a window, including special tokens and padding.
-      document_stride: number of the context's tokens from the start of a window to that of the next.
+      document_stride: number of context tokens from the start of a window to the start of the next.
       max_query: maximum number of the question's tokens; further tokens are dropped.
 
     Raises:

@@ -42,9 +42,9 @@ def train_segments(
 ) -> Vocabulary:
     """Trains a vocabulary of at most `size` tokens: special tokens, characters, then longer tokens.
 
-    By default, the trainer of `tokenizers` numbers characters in an order that differs between runs,
-    and so does its choice among tokens of equal count. To make the vocabulary a function of the text,
-    the trainer is given the characters in a fixed order.
+    By default, the trainer of `tokenizers` numbers characters differently in each run, and it chooses
+    differently among tokens of equal count. To make the vocabulary a function of the text, the
+    trainer is given the characters in a fixed order.
 
     `read`, which yields the text in segments, is called twice. The tokenizer must have the special
     tokens; training changes the tokenizer. Raises a UserError with `key`, the name of `size`, if
@@ -66,7 +66,7 @@ def train_segments(
 
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """Returns a text's most frequent characters, then `##` plus each of them that is within words."""
+    """Returns a text's most frequent characters, then those within words with the prefix `##`."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
     # Splits each distinct word once.

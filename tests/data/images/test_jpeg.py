@@ -236,7 +236,7 @@ def test_orientation_and_trailing_data_are_ignored() -> None:
 
 @pytest.mark.parametrize("kind", ["grey", "grey and alpha", "colour"])
 def test_upper_eight_of_16_bits_are_used(kind: str) -> None:
-    """Follows TensorFlow's decode_png for each kind; Pillow would clip grey images."""
+    """PNGs of 16 bits are decoded as by TensorFlow's decode_png; Pillow would clip grey images."""
     channels = {"grey": 1, "grey and alpha": 2, "colour": 3}[kind]
     values = np.random.default_rng(0).integers(0, 2**16, (40, 50, channels), np.uint16)
     values[0, :3, 0] = 0, 255, 65_535

@@ -76,7 +76,7 @@ def plain_pairs(
 
 
 def coins(word: np.uint64, count: int) -> int:
-    """Counts the ones among `count` bits: 64 from each word hashed from `word`, high bits first."""
+    """Counts the ones among `count` bits: 64 from each hash of `word`, high bits first."""
     heads = 0
     for number in range(-(-count // 64)):
         bits = format(int(hashing.words(number, word)), "064b")
