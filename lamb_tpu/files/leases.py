@@ -1,7 +1,7 @@
 """Locks in a bucket, which keep runs on other machines out of a folder.
 
 A lock is an object, which a run creates only if the object is absent, and renews until the run ends.
-If the process that holds a lock has ended, another process on the same machine takes the lock over.
+If the process that holds a lock has ended, another process on the same machine can take it over.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ class LanguageModel:
         PyTorch's example word_language_model. True for the sum over the steps of a window and the
         mean over the rows, as in Zaremba's code and TensorFlow's tutorial. With T steps, the loss
         and gradient are then T times as large: a learning rate of 1 for the sum equals a rate of T
-        for the mean, and clipping the gradient's norm at 5 for the sum equals clipping at 5 / T.
+        for the mean, and clipping the gradient's norm at 5 for the sum equals clipping at 5 / T for the mean.
     """
 
     model: Model
