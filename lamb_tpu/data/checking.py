@@ -1,7 +1,7 @@
 """Checks of batches on the host: values in range, finite numbers, declared shapes and dtypes.
 
-A field is checked by its minimum and maximum, which takes microseconds. Only if the minimum or the
-maximum is out of range are the values searched for the example to report.
+A field is checked by its minimum and maximum, which takes microseconds. If either is out of range,
+the values are searched for the example to report.
 """
 
 import math
@@ -26,9 +26,9 @@ class Range(NamedTuple):
       low, high: the least and the greatest valid value.
       meaning: what the values are, for messages, such as "the classes of the model".
       integer: whether floating-point values must be integers, as in masks.
-      counted: returns the elements of a batch's field to check, bool, in a shape that broadcasts to
-        the field's shape. Other elements, such as the labels of padding, are not checked. If
-        `counted` is None, all elements are checked.
+      counted: function of a batch that selects the elements of the field to check. It returns bool,
+        in a shape that broadcasts to the field's shape. Other elements, such as the labels of
+        padding, are not checked. If `counted` is None, all elements are checked.
     """
 
     low: float
@@ -51,8 +51,8 @@ class Check:
       split: name of the split, for messages.
       ranges: valid values of some fields, see `tasks.field_ranges`. Other floating-point fields must
         be finite.
-      finite: False accepts NaN and infinity, for a run that may skip updates whose gradient is not
-        finite.
+      finite: whether to reject NaN and infinity; False for a run that may skip updates with a
+        gradient that is not finite.
     """
 
     def __init__(self, source: Source, split: str, ranges: Ranges, finite: bool = True) -> None:
@@ -82,7 +82,7 @@ class Check:
         return arrays
 
     def __call__(self, batch: Batch, indices: np.ndarray) -> None:
-        """Checks a batch of the examples `indices`, int (n,); raises like `read`."""
+        """Checks a batch of the examples `indices`, int (n,); raises a UserError as `read` does."""
         rows = len(indices)
         if batch.keys() != self._spec.keys() or any(
             batch[field].shape != (rows, *spec.shape) or batch[field].dtype != spec.dtype
@@ -108,9 +108,9 @@ class Check:
                     self._search(field, bound, batch, indices)
 
     def examine(self, batch: Batch, indices: np.ndarray) -> None:
-        """Raises a UserError if a batch may be the cause of a NaN or infinity after its update.
+        """Raises a UserError if a batch may have caused the NaN or infinity after its update.
 
-        Stricter than `__call__`: also rejects values whose square overflows float32 and, if
+        This check is stricter than `__call__`: it also rejects values whose square overflows float32 and, if
         the task declares no range, values outside the data set's classes or vocabulary.
         """
         self._check_values(batch, indices, finite=True)
@@ -180,7 +180,7 @@ class Check:
 
 
 def check_options(options: Any, **bounds: tuple[float, float]) -> None:
-    """Raises a UserError if a field of a data set's options is not within its bounds."""
+    """Raises a UserError if an option of a data set is below its lower or above its upper bound."""
     for name, (least, most) in bounds.items():
         value = getattr(options, name)
         if not least <= value <= most:
@@ -189,7 +189,7 @@ def check_options(options: Any, **bounds: tuple[float, float]) -> None:
 
 
 def check_same_form(trained: Source, evaluated: Source) -> None:
-    """Raises a UserError if the rank or number type of a field differs between two custom sets.
+    """Raises a UserError if a field has a different rank or number type in two custom sets.
 
     Sizes may differ, because some networks are evaluated on larger images; see `split_difference`.
     """

@@ -80,7 +80,7 @@ def _check_attributes(source: Source, wrong: Callable[..., UserError]) -> None:
 
 
 def _declared(source: Source, wrong: Callable[..., UserError]) -> dict[str, FieldSpec]:
-    """Returns `element_spec`; raises a UserError if devices do not support a field."""
+    """Returns `element_spec`; raises a UserError if it is malformed or devices do not support a field."""
     declared = source.element_spec
     if not isinstance(declared, Mapping) or not declared:
         shown = "is empty" if declared == {} else f"is of type {type(declared).__name__}"

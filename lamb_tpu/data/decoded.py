@@ -23,8 +23,8 @@ def arrays(
 ) -> Arrays:
     """Returns the result of `read`, from the cache if the files are unchanged since the last read.
 
-    The cache key is `name`, the name of the set and split, and the path, size and modification time
-    of each file. The arrays become read-only, because callers share them.
+    The cache key consists of `name` (of the set and split) and each file's path, size and modification
+    time. The arrays become read-only, because callers share them.
     """
     key = (name, *((str(path), *_state(path)) for path in files))
     if key not in _decoded:

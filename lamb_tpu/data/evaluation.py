@@ -16,13 +16,13 @@ def eval_batches(
 
     Global batch `b` holds examples `[b * batch_size, (b + 1) * batch_size)`. Every process yields
     the same number of batches, all of one shape. Rows after the last example repeat example 0 with
-    mask 0. The padding is a real example: a model may return NaN for zeros, and 0 * NaN is NaN.
+    mask 0. Zeros would not be safe padding: a model may return NaN for zeros, and 0 * NaN is NaN.
 
     Args:
       source, batch_size, rows, check: see `TrainLoader`.
 
     Returns:
-      Iterator of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
+      Batches of the source's fields, (rows, *shape), and `mask`, float32 (rows,): 1 for an
       example, 0 for padding and for examples that the source itself masks.
     """
     within = np.arange(batch_size) if rows is None else rows

@@ -1,4 +1,4 @@
-"""The folders from which data sets are read: config key, content, and how to make each folder.
+"""The folders of data sets: each folder's config key, its content, and commands that make it.
 
 All texts about these folders are here, except for the error messages of the readers, so that
 commands can print what a run needs before anything is loaded.

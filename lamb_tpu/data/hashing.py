@@ -53,7 +53,7 @@ def below(random_words: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a file's content; raises like `reading.open_file`."""
+    """Returns the SHA-256 of a file's content; raises the same errors as `reading.open_file`."""
     with reading.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -28,8 +28,8 @@ class HeldSet:
     Attributes:
       arrays: the fields of all examples, with each example flattened to a row. A TPU pads the last
         two axes of an array to tiles, which would multiply the size of small images.
-      draws: `(indices, epochs) -> draws`, the integers that the host sends for a batch, each
-        (n, ...).
+      draws: `(indices, epochs) -> draws`, the indices and random choices that the host sends for a
+        batch, each (n, ...).
       read: `(arrays, draws) -> batch`, called in a compiled step.
       shapes: shape of each field of an example.
     """
@@ -48,7 +48,7 @@ class HeldSet:
 
 
 def held_set(source: Source) -> HeldSet | None:
-    """Returns `source` as a set for device memory; None if that is not supported.
+    """Returns `source` as a set for device memory; None if the source is not supported.
 
     Supports `ArraySource` and `AugmentedArraySource` with numbers of at most 4 bytes.
     """

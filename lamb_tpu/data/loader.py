@@ -17,7 +17,7 @@ from lamb_tpu.errors import UserError, out_of_range
 class TrainLoader:
     """Endless iterator over this process's rows of the training batches.
 
-    A batch of B examples is read from the next B global positions of the stream in `order.py`. Each
+    A batch of B examples takes the next B positions of the endless stream (see `order.py`). Each
     process gathers the examples of its rows. Batches may cross epochs, so no example is dropped or
     repeated. The examples and their order depend neither on the number of processes nor on the sizes
     of earlier batches.
@@ -25,8 +25,8 @@ class TrainLoader:
     A source with `streams` is not shuffled: global position i is example i % num_examples, so that
     each row continues in the next batch. Every batch must then have one row for each stream.
 
-    If the source has buckets, each batch of `batch_size` has examples of similar length, and its
-    padding is trimmed to its largest bucket. The order then also depends on `batch_size`.
+    If the source has buckets, the `batch_size` examples of a batch have similar lengths, and padding
+    is trimmed to the largest bucket in the batch. The order then also depends on `batch_size`.
 
     Args:
       source: the examples.
@@ -79,7 +79,7 @@ class TrainLoader:
         return self.take(self._batch_size, self._rows)
 
     def take(self, count: int, rows: np.ndarray | None = None) -> Batch:
-        """Takes the next `count` examples of the stream, each field stacked to (rows, *shape).
+        """Takes the next `count` examples of the stream; stacks each field to (rows, *shape).
 
         This process gathers the examples of the row indices `rows`, in 0 ... `count - 1`; None for
         all. Raises a UserError if the source has streams and their number is not `count`.
@@ -160,10 +160,10 @@ class TrainLoader:
     def indices(
         self, start: int, count: int, rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns indices and epochs of the examples that `take` reads from global position `start`.
+        """Returns (indices, epochs, bucket) of the examples that `take` reads from position `start`.
 
-        Both have the shape of `rows`. The third value is the largest bucket among all `count`
-        examples; 0 without buckets.
+        The arrays `indices` and `epochs` have the shape of `rows`; `bucket` is the largest bucket
+        among all `count` examples, or 0 without buckets.
         """
         stop = start + count
         local_rows = slice(None) if rows is None else rows

@@ -1,8 +1,8 @@
 """The order of shuffled training examples, a pure function of (seed, epoch, position).
 
 Training reads one endless stream of examples. Global position `i` is in epoch `i // num_examples`,
-at index `i % num_examples` of that epoch's permutation. The order does not depend on the processes,
-and only `bucketed_order` depends on the batch size.
+at index `i % num_examples` of that epoch's permutation. The order does not depend on the number of
+processes. Only the order of `bucketed_order` depends on the batch size.
 """
 
 import functools
@@ -49,7 +49,7 @@ def example_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
 def bucketed_order(
     seed: int, epoch: int, num_examples: int, buckets: np.ndarray, batch_size: int
 ) -> np.ndarray:
-    """Shuffles an epoch into batches of similar length.
+    """Shuffles an epoch into batches of examples with similar lengths.
 
     The examples are shuffled by `example_order`, sorted by bucket and cut into batches, and then
     the batches are shuffled. Batches that straddle two epochs contain the longest examples of both
@@ -74,10 +74,10 @@ def global_indices(
     num_examples: int,
     order_of: Callable[[int, int, int], np.ndarray] = example_order,
 ) -> np.ndarray:
-    """Returns the examples at global positions `start` to `stop - 1` of the endless stream.
+    """Returns the indices of the examples at positions `start` to `stop - 1` of the endless stream.
 
-    The result is int64 (stop - start,), indices into the source. The range may cross any number of
-    epochs. `order_of(seed, epoch, num_examples)` returns the order of an epoch. Raises ValueError if
+    The result is int64 (stop - start,). The range of positions may cross any number of epochs.
+    `order_of(seed, epoch, num_examples)` returns the order of an epoch. Raises ValueError if
     `start` is negative or greater than `stop`.
     """
     if not 0 <= start <= stop:

@@ -21,9 +21,9 @@ def prepare(builder: tfds.core.DatasetBuilder, source_dir: str | None) -> None:
     """Prepares the builder's data set unless it is prepared already.
 
     TFDS writes into a temporary folder and renames it at the end, so an interrupted preparation
-    leaves no incomplete data set. If several processes call this at once, one prepares and the
-    others wait. `source_dir` has the original files under their original names; None downloads them.
-    Raises a UserError if a file is missing or was changed, or if the server cannot be reached.
+    leaves no incomplete data set. If several processes call this function at once, one prepares the
+    set and the others wait. `source_dir` has the original files under their original names; None
+    downloads them. Raises a UserError if a file is missing or changed, or the server is unreachable.
     """
     if is_prepared(builder):
         return

@@ -132,7 +132,7 @@ def _open(
     split: str,
     decoders: Mapping[str, Any] | None = None,
 ) -> tuple[Any, list[pathlib.Path]]:
-    """Opens a prepared set for reading by index; returns its records and their files."""
+    """Opens a prepared set for reading by index; returns its records and the paths of its files."""
     # The files are checked before TFDS opens them, so that the error names the missing file.
     infos = builder.info.splits
     ranges = slices(name, split, {key: info.num_examples for key, info in infos.items()})

@@ -61,7 +61,7 @@ def load(
       in_memory: whether to read the full split into memory, as arrays or token ids; None does so
         if the split has at most `prepared.IN_MEMORY_BYTES`. `digits`, questions and bundled text are
         always in memory, photographs never.
-      options: fields of the data set's options: `masked_lm.MaskedLmOptions` except the seed,
+      options: option -> value; see the data set's class: `masked_lm.MaskedLmOptions` except the seed,
         `squad_source.SquadOptions`, `python_docs.PythonDocsOptions`, `python_docs.ClozeOptions`,
         `streams.StreamOptions`, `python_docs_words.PythonDocsWordsOptions` or
         `pair_source.PairOptions` for text;
@@ -69,7 +69,7 @@ def load(
         `cifar10_jpeg`.
       seed: seed of the random choices in training examples. Evaluation uses 0 instead, so that runs
         with different seeds are evaluated on the same examples.
-      training: whether the split is for training or for evaluation.
+      training: True if the split is for training, False if it is for evaluation.
       batch_size: examples in a training batch over all processes; `ptb` and `python_docs_words`
         need it, because it is their number of streams.
 
@@ -77,8 +77,8 @@ def load(
       A source with fields in their stored dtypes (images uint8) and class labels int32.
 
     Raises:
-      UserError: the name, split or an option is unknown, files are missing or damaged, or a download
-        fails.
+      UserError: the name, the split or an option is unknown, a file is missing or damaged, or a
+        download fails.
     """
     values: dict[str, Any] = dict(
         name=name,
@@ -104,7 +104,7 @@ def load(
 
 
 class _Set(NamedTuple):
-    """A shipped data set: a function and a dataclass, each as 'module:name' in this package.
+    """A shipped data set: a function and a dataclass, each named as 'module:name' in this package.
 
     The function `load` loads a split. It may take any arguments of `registry.load`, `given` (the
     options as the user gave them) and `options` (an instance of the dataclass).
@@ -130,7 +130,7 @@ def read_options(name: str, given: Mapping[str, Any], seed: int = 0) -> Any:
     """Reads the options of a shipped data set; returns an instance of their dataclass.
 
     `given` is `config.data.options`; the value None leaves an option at its default. `seed` is used
-    if the options have a seed. Raises a UserError if an option is unknown or has the wrong type.
+    if the dataclass has this field. Raises a UserError if an option is unknown or has the wrong type.
     """
     DATASETS.check(name, given)
     options_type = _imported(DATASETS.find(name).options)

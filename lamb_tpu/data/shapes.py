@@ -52,7 +52,7 @@ _INT32 = np.dtype(np.int32)
 class ShapeSource(BaseSource):
     """A `Source` with known shapes, whose examples are all zeros.
 
-    `counted` says whether its length is known; otherwise the length is arbitrary.
+    `counted` says whether the number of examples is known; otherwise the length is arbitrary.
     """
 
     questions: tuple[Any, ...] = ()  # read by the task question_answering
@@ -90,7 +90,7 @@ def load_shapes(
     """Returns a source with the shapes of the set that `registry.load` loads.
 
     No files are read, with these exceptions, which `registry.load` loads: bundled and custom sets;
-    `tfds:` sets, which only their files describe; and `masked_lm`, `squad`, `ptb`, `image_folder`,
+    `tfds:` sets, whose shapes only the files show; and `masked_lm`, `squad`, `ptb`, `image_folder`,
     `multi30k` and `wmt16` if `source_dir` is given.
 
     Args:

@@ -63,13 +63,13 @@ class Source(Protocol):
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
         """Returns the examples at `indices` (int, (n,)), each field stacked to (n, *shape).
 
-        If examples are random, they are drawn for `epochs`, (n,) or one number for all. Evaluation
-        omits `epochs` and gets the same examples every time. An evaluation set may add `mask`,
-        float32 (n,), with 0 for examples that must not count.
+        Random examples also depend on `epochs`: one number per example, (n,), or one for all.
+        Evaluation omits `epochs` and gets the same examples every time. An evaluation set may add
+        `mask`, float32 (n,), with 0 for examples that must not count.
         """
 
     def trim(self, batch: Batch, bucket: int) -> Batch:
-        """Trims padding from a batch; `bucket` is the largest bucket among its examples."""
+        """Trims padding from a batch; `bucket` is the largest bucket among the batch's examples."""
         del bucket
         return batch
 
@@ -97,7 +97,7 @@ def zeros(source: Source, rows: int) -> Batch:
 
 
 def tokens_of(spec: Mapping[str, FieldSpec]) -> int:
-    """Returns the number of tokens in a training example of text, with padding; 0 for other data.
+    """Returns the number of tokens in a training example, including padding; 0 for data without text.
 
     The tokens are the field `input_ids`, or a one-dimensional integer field `inputs`.
     """
@@ -142,7 +142,7 @@ class RecordSource(BaseSource):
 
     Args:
       name, num_classes: see `Source`.
-      records: random access by `__len__` and `__getitems__`, such as a TFDS data source.
+      records: an object with `__len__` and `__getitems__`, such as a TFDS data source.
       label_fields: the fields that hold class labels.
       folder: folder of the record files, for error messages.
 

@@ -9,7 +9,7 @@ _BATCHES = 4  # batches that are read ahead; more would only take memory
 
 
 def run_ahead(fetch: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
-    """Yields `fetch(start)` ... `fetch(stop - 1)` in order; threads compute a few in advance."""
+    """Yields `fetch(start)` ... `fetch(stop - 1)` in order; threads compute a few results in advance."""
     import grain  # imported here: sets in memory do not need it
 
     numbers = grain.MapDataset.range(start, stop)

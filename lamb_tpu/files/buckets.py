@@ -1,8 +1,8 @@
 """Paths and objects in a bucket of Google Cloud Storage, written gs://BUCKET/FOLDER.
 
 Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that need no local
-file system. A write replaces the full object, and a reader sees the old or the new object. Objects
-cannot be appended to or renamed, and a folder is only a common prefix of names.
+file system. A write replaces the full object: a reader sees either the old or the new object.
+Objects cannot be appended to or renamed. A folder is only a common prefix of object names.
 """
 
 import binascii
@@ -46,10 +46,10 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def parse(path: str | os.PathLike[str], key: str) -> pathlib.Path:
-    """Returns an absolute path on this machine, or a path in a bucket; reads nothing.
+    """Converts a path to an absolute path on this machine, or to a path in a bucket; reads nothing.
 
-    `key` is the flag or config key that names the path, for messages. Raises a UserError for any
-    other URL, for an invalid name, and if the client library for buckets is missing.
+    `key` is the flag or config key that names the path, for messages. Raises a UserError if a URL is
+    not a valid gs://BUCKET/FOLDER, or if the client library for buckets is missing.
     """
     text = os.fspath(path)
     if not is_remote(text):
@@ -65,7 +65,7 @@ def parse(path: str | os.PathLike[str], key: str) -> pathlib.Path:
 
 
 def check_folder(text: str, key: str) -> None:
-    """Rejects a URL that names no folder in a bucket; needs no client library."""
+    """Rejects a URL that is not a valid gs://BUCKET/FOLDER; needs no client library."""
     if not text.startswith(PREFIX):
         remedy = "give a local or mounted folder, or gs://BUCKET/FOLDER"
         raise UserError(f"{key} {text}", ..., "has an unsupported URL scheme", remedy)
@@ -141,7 +141,7 @@ def _prepare() -> None:
 
 
 def patience() -> dict[str, Any]:
-    """Returns the timeout and retry arguments for the calls of `client`."""
+    """Returns the timeout and retry arguments for requests of the client that `client` returns."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(GIVE_UP_SECONDS)}
@@ -155,7 +155,7 @@ def client() -> Any:
 
 
 def split(path: pathlib.Path) -> tuple[str, str]:
-    """Returns the bucket of a path, and the object's name in it."""
+    """Returns a path's bucket, and the name of the object in this bucket."""
     bucket, _, name = os.fspath(path).removeprefix(PREFIX).partition("/")
     return bucket, name
 
@@ -165,8 +165,8 @@ def plain_errors(path: pathlib.Path) -> Iterator[None]:
     """Turns errors of the client libraries into an OSError whose strerror is a short reason.
 
     FileNotFoundError and FileExistsError are not changed. If the bucket does not answer, prints a
-    report on stderr while the block waits. After `give_up`, blocks for that bucket fail at once for a
-    minute.
+    report on stderr while the block waits. For one minute after `give_up`, every block for the same
+    bucket fails at once.
     """
     bucket = split(path)[0]
     if time.monotonic() < _given_up.get(bucket, -math.inf):
@@ -193,13 +193,13 @@ _given_up: dict[str, float] = {}
 
 
 def give_up(path: pathlib.Path) -> None:
-    """Makes requests to the bucket of a path fail at once for a minute."""
+    """Makes all requests to a path's bucket fail at once during the next minute."""
     _given_up[split(path)[0]] = time.monotonic() + _REST_SECONDS
 
 
 @contextlib.contextmanager
 def reporting(what: str, then: str = "") -> Iterator[None]:
-    """Prints on stderr, at intervals, `what` the block waits for, and what happens `then`."""
+    """Reports on stderr, at intervals, why the block waits (`what`) and what will happen (`then`)."""
     if getattr(_reports, "active", False):  # an enclosing block reports already
         yield
         return
@@ -237,7 +237,7 @@ def is_error(error: Exception) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the reason of a client's error in a few words."""
+    """Returns the reason for a client library's error in a few words."""
     text = " ".join(str(error).split())
     # google.api_core wraps the error of the last attempt.
     if isinstance(cause := getattr(error, "cause", None), Exception):
@@ -269,7 +269,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def check(path: pathlib.Path, key: str) -> None:
-    """Raises a UserError unless the bucket of a path exists and may be read."""
+    """Raises a UserError unless the bucket of a path exists and can be read."""
     bucket, name = split(path)
     try:
         with plain_errors(path):
@@ -291,13 +291,13 @@ def check(path: pathlib.Path, key: str) -> None:
 
 
 def read(path: pathlib.Path) -> bytes:
-    """Returns an object's bytes; raises a FileNotFoundError if it is missing, or another OSError."""
+    """Returns an object's bytes; raises FileNotFoundError if it is missing, or OSError if reading fails."""
     with plain_errors(path):
         return path.read_bytes()
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
-    """Writes an object, replacing any former one; raises an OSError if it cannot be written."""
+    """Writes or replaces an object; raises an OSError if the object cannot be written."""
     with plain_errors(path):
         try:
             path.write_bytes(data)
@@ -329,7 +329,7 @@ def kind(path: pathlib.Path) -> str | None:
 def sums(folder: pathlib.Path) -> dict[str, str | None]:
     """Returns object name -> MD5, as computed by the bucket, for all objects below a folder.
 
-    The MD5 is None for an object composed of several objects: the bucket computes none for it.
+    The MD5 is None for a composite object, for which the bucket computes no MD5.
     """
     bucket, name = split(folder)
     with plain_errors(folder):
@@ -342,7 +342,7 @@ def sums(folder: pathlib.Path) -> dict[str, str | None]:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parses an object's JSON; returns None if it is not valid."""
+    """Parses an object's content as JSON; returns None if the content is not valid JSON."""
     try:
         return json.loads(data)
     except ValueError:

@@ -1,7 +1,7 @@
 """Locks in a bucket, which keep runs on other machines out of a folder.
 
-A lock is an object that is created only if it is absent, and renewed while its run continues. If the
-process that created it ran on this machine and has ended, another process takes the lock over.
+A lock is an object, which a run creates only if the object is absent, and renews until the run ends.
+If the process that holds a lock has ended, another process on the same machine can take it over.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ _STALE_SECONDS = 300.0  # time without a renewal, after which the run has probab
 def hold(
     path: pathlib.Path, folder: str, lost: Callable[[UserError], None] = lambda error: None
 ) -> Iterator[None]:
-    """Holds the lock `path` while the context lasts; `folder` names its folder in messages.
+    """Holds the lock `path` while the context lasts; `folder` is the locked folder, for messages.
 
-    If the lock is removed or taken over, `lost` is called in a thread, with a UserError. Raises a
+    If the lock is removed or taken over, a background thread calls `lost` with a UserError. Raises a
     UserError if another process holds the lock, or if the lock cannot be written.
     """
     lease = _Lease(path, folder)
@@ -71,7 +71,7 @@ class _Lease:
         self._generation = 0  # Cloud Storage's generation number of a missing object
 
     def take(self) -> None:
-        """Creates the lock, or takes over the lock of an ended process of this machine."""
+        """Creates the lock, or takes it over from a process of this machine that has ended."""
         try:
             with buckets.plain_errors(self._path):
                 if self._write(0):
@@ -101,7 +101,7 @@ class _Lease:
         raise UserError(self._folder, ..., problem, remedy)
 
     def renew(self) -> bool:
-        """Writes the lock again; returns False if another process holds it."""
+        """Writes the lock again; returns False if the lock was removed or taken over."""
         try:
             with buckets.plain_errors(self._path):
                 return self._write(self._generation)
@@ -117,7 +117,7 @@ class _Lease:
                 self._blob().delete(if_generation_match=self._generation, **buckets.patience())
 
     def _write(self, generation: int) -> bool:
-        """Writes the lock if its generation matches (0: it is missing), and returns whether it did."""
+        """Writes the lock if its generation is `generation` (0: no lock exists); returns whether it did."""
         from google.api_core import exceptions
 
         blob = self._blob()
@@ -145,7 +145,7 @@ class _Lease:
 
 
 def _machine() -> str:
-    """Returns an ID of this boot and process namespace; '' if the system has none."""
+    """Returns an ID of this machine's boot and process namespace; '' if the system is not Linux."""
     try:
         # Process ids are unique only within one namespace, such as a container.
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,7 +1,7 @@
 """Reads files that users name; each error message is a short reason.
 
-All text, JSON and TOML from outside is read here: only regular files, of limited size and depth, in
-UTF-8 with or without a byte-order mark.
+All text, JSON and TOML files from users are read here. They must be regular files of limited size,
+in UTF-8 with or without a byte-order mark. The nesting of JSON and TOML is limited too.
 """
 
 import errno
@@ -37,7 +37,7 @@ TYPES = {
 
 
 def kind(path: Path) -> str | None:
-    """Returns the type of a path, following links: 'a file', 'a folder' ...; None if it is missing.
+    """Returns the type of a path, following links: 'a file', 'a folder' ...; None for a missing path.
 
     Raises an OSError if the type cannot be determined, such as for a link to itself.
     """
@@ -56,7 +56,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not a regular file, or cannot be opened; the message is the reason.
+      ValueError: the path is not a regular file, or cannot be opened; the message is the reason.
     """
     try:
         # Check the type before opening: opening a device may rewind a tape or block.
@@ -80,7 +80,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Reads a regular file, or an object in a bucket, of limited size; raises like `open_file`."""
+    """Reads a file or bucket object. Raises the errors of `open_file`, and ValueError if it is too large."""
     try:
         if _in_bucket(path):
             content = buckets.read(path)
@@ -101,20 +101,20 @@ def read_text(path: Path, errors: str = "strict", max_bytes: int = MAX_TEXT_BYTE
     """Reads a regular UTF-8 file. Rejects pipes, which may block, and devices, which never end.
 
     A byte-order mark at the start, which Windows editors write, is stripped. The line ends "\\r\\n"
-    and "\\r" become "\\n". Raises the errors of `open_file`, and a ValueError that names the first
-    invalid line.
+    and "\\r" become "\\n". Raises the same errors as `read_bytes`, and ValueError if the text is not
+    valid; the message has the number of the first invalid line.
 
     Args:
       path: path of the file.
       errors: treatment of bytes that are not UTF-8, as in `open`. If 'strict', a NUL byte is an
         error too: the file is not text.
-      max_bytes: the largest size that is read.
+      max_bytes: the maximum size of the file.
     """
     return decode(read_bytes(path, max_bytes), errors)
 
 
 def decode(content: bytes, errors: str = "strict") -> str:
-    """Decodes a text file, see `read_text`; raises a ValueError that names the line."""
+    """Decodes a text file's content, see `read_text`; raises a ValueError with the invalid line's number."""
     try:
         text = content.decode(_UTF_8, errors)
     except UnicodeDecodeError as error:
@@ -131,12 +131,12 @@ def decode(content: bytes, errors: str = "strict") -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Reads a JSON file. Raises like `read_text`, and a ValueError if it is not JSON."""
+    """Reads a JSON file. Raises the same errors as `read_text`, and ValueError if the file is not JSON."""
     return parse_json(read_text(path, max_bytes=max_bytes))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file. Raises like `read_text`, and a ValueError if it is not TOML."""
+    """Reads a TOML file. Raises the same errors as `read_text`, and ValueError if the file is not TOML."""
     return _parse(tomllib.loads, read_text(path, max_bytes=MAX_SETTINGS_BYTES))
 
 

@@ -21,11 +21,11 @@ _TYPES = {"object": "a section of keys", "array": "a list", "int | float | str":
 
 
 def convert(value: Any, kind: type[ValueT] | UnionType, file: object, where: str = "") -> ValueT:
-    """Returns a value of a file as an instance of its schema, or of any type that msgspec supports.
+    """Converts a value from a file to an instance of a schema, or of any type that msgspec supports.
 
     Args:
-      value: the content of the file.
-      kind: the schema.
+      value: the parsed content of the file, or the part of it at the key `where`.
+      kind: the schema or type.
       file: the file, for messages.
       where: key of the value in the file; '' for the full file. Messages count list items from 1.
     """
@@ -84,6 +84,6 @@ def _inner(node: Any, name: str | None) -> Any:
 
 
 def _plain(node: Any, kind: type) -> Any:
-    """Returns the member of type `kind` of a union; returns other nodes unchanged."""
+    """Returns a union's first member of type `kind`; returns other nodes unchanged."""
     members = getattr(node, "types", ())
     return next((member for member in members if isinstance(member, kind)), node)

@@ -1,4 +1,4 @@
-"""Published tensors: a .safetensors file, or several shards with an index."""
+"""Tensors of published weights, in one .safetensors file or in several shards with an index."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -42,13 +42,13 @@ def check_finite(tensors: Mapping[str, Any], where: str) -> None:
 
 
 def differ(where: object, verb: str, names: Sequence[str]) -> UserError:
-    """Returns the error for tensors that only the network or only the file of weights has."""
+    """Returns the error for tensors that only one of the network and the file of weights has."""
     problem = f"{verb} {len(names)} tensor(s): {', '.join(names[:4])}"
     return UserError(where, ..., problem, "use the weights of this network")
 
 
 def check_format(file: pathlib.Path, key: str) -> None:
-    """Rejects other formats of weights, such as PyTorch's pickles, which may run code."""
+    """Rejects weights that are not in safetensors, such as PyTorch's pickles, which may run code."""
     if file.suffix in _PICKLES:
         raise UserError(
             f"{key}: {file}",
@@ -95,7 +95,7 @@ def _load_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _shards(index: pathlib.Path) -> dict[str, set[str]]:
-    """Returns shard -> names of its tensors, in the index's order."""
+    """Returns shard file name -> names of the shard's tensors, in the order of the index."""
     try:
         content = reading.read_json(index)
     except ValueError as error:

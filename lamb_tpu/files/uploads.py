@@ -1,4 +1,4 @@
-"""Files that grow on this machine, with copies in a bucket that are replaced at intervals."""
+"""Growing files on this machine; their copies in a bucket are replaced at intervals."""
 
 import contextlib
 import pathlib
@@ -12,10 +12,10 @@ _REST = 20  # minimum time between two uploads, as a multiple of the duration of
 
 
 class Upload:
-    """A temporary folder whose files are uploaded in full to a bucket, which cannot append.
+    """A temporary folder; each upload sends full files, because a bucket cannot append to objects.
 
-    Lines since the last upload are lost if the process is killed. They belong to updates after the
-    last checkpoint, because a checkpoint uploads everything first; a resumed run adds them again.
+    If the process is killed, lines since the last upload are lost. They belong to updates after the
+    last checkpoint, because all lines are uploaded before a checkpoint; a resumed run writes them again.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -26,14 +26,14 @@ class Upload:
         self._due = time.monotonic() + _SECONDS
 
     def fetch(self, name: str) -> pathlib.Path:
-        """Copies a file from the bucket, if it exists; returns its path in the temporary folder."""
+        """Copies a file from the bucket if it exists there; returns its path in the temporary folder."""
         file = self.local / name
         with contextlib.suppress(FileNotFoundError):
             self._uploaded[name] = file.write_bytes(buckets.read(self._folder / name))
         return file
 
     def when_due(self) -> None:
-        """Uploads files that have grown, if the next upload is due; raises like `now`."""
+        """Uploads files that have grown, if the next upload is due; raises the same errors as `now`."""
         if time.monotonic() >= self._due:
             self.now()
 

@@ -1,4 +1,4 @@
-"""Writes files; a full or read-only disk, or a deleted folder, raises a one-sentence UserError."""
+"""Writes files; raises a one-sentence UserError if a disk is full or read-only, or a folder is deleted."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def checked(path: str | os.PathLike[str], flag: str = "") -> Iterator[None]:
-    """Turns an OSError of the block, which writes `path`, into a one-sentence UserError.
+    """Turns an OSError raised in the block, which writes `path`, into a one-sentence UserError.
 
     `flag` is the flag that names the path, such as '--out'; '' for a file of a run.
     """
@@ -66,10 +66,10 @@ def repair(path: str | os.PathLike[str]) -> str:
 def replace(path: pathlib.Path, data: str | bytes, flag: str = "") -> None:
     """Writes a file by an atomic rename: if the process is killed, the old or the new file remains.
 
-    The file keeps its permissions. If `path` is a symbolic link, the link's target is written, or
-    created if the target's folder exists. An object in a bucket is written by one request, which is
-    atomic. Text becomes UTF-8 with unchanged line ends; a lone surrogate, which JSON can hold but
-    UTF-8 cannot, is written as its escape. `flag`: see `checked`.
+    An existing file's permissions do not change. If `path` is a symbolic link, the link's target is
+    written; a missing target is created if its folder exists. An object in a bucket is written by one
+    atomic request. Text becomes UTF-8 with unchanged line ends; a lone surrogate, which JSON can hold
+    but UTF-8 cannot, is written as its escape. `flag`: see `checked`.
     """
     content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     with checked(path, flag):
@@ -86,12 +86,12 @@ def replace(path: pathlib.Path, data: str | bytes, flag: str = "") -> None:
 
 
 def check_target(path: str | pathlib.Path, flag: str = "", parents: bool = False) -> pathlib.Path:
-    """Checks that `replace` can write a file, before the work that computes its content.
+    """Checks that `replace` can write a file, before the content is computed; returns the path.
 
     Args:
       path: the file, which may be missing. In a str, `~` is expanded.
       flag: see `checked`.
-      parents: whether the folder of the file may be missing; True if it is created later.
+      parents: whether the folder of the file may be missing, because the caller creates it later.
     """
     if isinstance(path, str):
         path = buckets.local(path, flag or "the path")
@@ -113,7 +113,7 @@ def check_target(path: str | pathlib.Path, flag: str = "", parents: bool = False
 
 
 def check_folder(folder: str | pathlib.Path, flag: str = "") -> pathlib.Path:
-    """Checks that files can be written into a folder, which may be missing; creates nothing."""
+    """Checks that files can be written into a folder, which may be missing; returns the folder."""
     if isinstance(folder, str):
         folder = buckets.local(folder, flag or "the folder")
     if buckets.is_remote(folder):
@@ -147,7 +147,7 @@ def complete_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _try_existing(folder: pathlib.Path) -> None:
-    """Tries to write into a folder, or into its nearest parent that exists."""
+    """Tries to write into a folder or, if it is missing, into its nearest existing parent."""
     nearest = folder.absolute()
     # A dangling link is not a missing folder: `mkdir` fails on it.
     while not os.path.lexists(nearest):
@@ -158,7 +158,7 @@ def _try_existing(folder: pathlib.Path) -> None:
 
 
 def _target(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, os.stat_result | None]:
-    """Returns the file that a path resolves to, and its status, which is None if it is missing."""
+    """Returns the file that a path resolves to, and the file's status (None if it is missing)."""
     try:
         kind = reading.kind(path)
         target = pathlib.Path(os.path.realpath(path))
@@ -219,7 +219,7 @@ def _sync_folder(folder: pathlib.Path) -> None:
 
 
 def try_out(folder: pathlib.Path) -> None:
-    """Writes, syncs, renames and removes a small file in a folder, as a save does."""
+    """Tests that a folder is writable: writes, syncs, renames and removes a small file in it."""
     # Use a random name: several processes may do this at once, and no other user can guess the name.
     first = folder / f".write-probe-{secrets.token_hex(8)}"
     if buckets.is_remote(folder):
@@ -243,9 +243,9 @@ def try_out(folder: pathlib.Path) -> None:
 class LineFile:
     """A text file to which complete lines are appended; killing the process loses no line.
 
-    A power failure may lose the lines since the last `flush`. In a bucket, a kill may lose lines too,
-    see `uploads.Upload`. If a line cannot be written, or `path` is no longer this file, `failed` is
-    called once with a UserError and later lines are dropped. Without `failed`, the error is raised.
+    A power failure may lose lines since the last `flush`. In a bucket, a kill may lose lines too, see
+    `uploads.Upload`. If a line cannot be written, or the file was moved or deleted, `failed` is called
+    once with a UserError, and later lines are dropped. If `failed` is None, the error is raised.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class LineFile:
             self._fail(error)
 
     def flush(self) -> None:
-        """Makes all lines survive a power failure; for a bucket, uploads the missing lines."""
+        """Syncs all lines, so that they survive a power failure; for a bucket, uploads new lines."""
         if self._file.closed:
             return
         try:

@@ -29,9 +29,9 @@ class Task(Protocol):
     (sum, weight) for the same reason. If a metric's name ends with 'perplexity', the exponential of
     its mean is reported.
 
-    If the network has a recurrent state (`Model.carry_shape`), a training batch has the state as the field
-    `carry`, (rows, *shape), and `loss` returns the new state as `carry` in the model state. If a
-    batch lacks the field, as in `init`, no new state is returned.
+    If the network has a recurrent state (`Model.carry_shape`), a training batch has the state as the
+    field `carry`, of shape (rows, *carry_shape), and `loss` returns the new state as `carry` in the
+    model state. If a batch lacks this field, as in `init`, `loss` returns no new state.
     """
 
     @property
@@ -60,7 +60,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class HostScored(Protocol):
-    """Additional methods of a task with a metric, such as F1, that needs a full set on the host."""
+    """Additional methods of a task with a metric, such as F1, that the host computes from a full set."""
 
     score_names: tuple[str, ...]
 
@@ -68,9 +68,9 @@ class HostScored(Protocol):
         """Returns the outputs that `score` needs, a tree of arrays (rows, ...)."""
 
     def score(self, source: Source, outputs: Any) -> tuple[dict[str, float], dict[str, str]]:
-        """Returns the metrics in `score_names`, and texts for files in the workdir, by file name.
+        """Returns the metrics in `score_names`, and file name -> content of files for the workdir.
 
-        `outputs` has the outputs of `predict` as NumPy arrays, with one row per example, in order.
+        `outputs` has the outputs of `predict` as NumPy arrays: one row per example of `source`, in order.
         """
 
 
@@ -87,7 +87,7 @@ class HasRanges(Protocol):
 
 
 def field_ranges(task: Task, source: Source) -> Ranges:
-    """Returns the valid values of the task's fields; {} for a task that does not declare them."""
+    """Returns the valid values of a batch's fields; {} if the task does not declare them."""
     return task.field_ranges(source) if isinstance(task, HasRanges) else {}
 
 
@@ -107,7 +107,7 @@ TASKS = Registry(
 def declared_metrics(name: str) -> tuple[str, ...] | None:
     """Returns the metrics that a shipped task can report; None for a custom task.
 
-    Some of them, such as 'top5_accuracy', are only reported for some data sets. If the run averages
+    Some metrics, such as 'top5_accuracy', are only reported for some data sets. If the run averages
     its weights, each metric is also reported with the prefix 'ema_'.
     """
     task = TASKS.get(name)

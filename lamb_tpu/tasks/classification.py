@@ -29,11 +29,11 @@ class Classification:
 
     Attributes:
       label_smoothing: fraction of the target that is spread evenly over all classes, in [0, 1).
-      input_mean: subtracted from the raw pixel values, in their units; a number, or a tuple
-        with one number for each channel.
-      input_std: divisor of the difference, in the same form; 255 maps uint8 to [0, 1].
-      mixup_alpha, cutmix_alpha: if one of them is not 0, training examples are mixed in pairs, see
-        `mixing.mix`.
+      input_mean: subtracted from the raw pixel values, in the same unit; a number, or a tuple with
+        one number for each channel.
+      input_std: divisor of the pixel values after the subtraction; a number or a tuple, as for
+        `input_mean`. With the mean 0, the divisor 255 maps uint8 to [0, 1].
+      mixup_alpha, cutmix_alpha: if either is above 0, training examples are mixed, see `mixing.mix`.
     """
 
     model: Model
@@ -60,7 +60,7 @@ class Classification:
 
     @property
     def mixed_by(self) -> tuple[str, ...]:
-        """The names of the enabled mixing fields; () if examples are not mixed."""
+        """The names of the mixing fields that are not 0; () if examples are not mixed."""
         return tuple(name for name in ("mixup_alpha", "cutmix_alpha") if getattr(self, name))
 
     def _inputs(self, batch: Batch) -> jax.Array:
@@ -124,8 +124,8 @@ class Classification:
     ) -> tuple[dict[str, jax.Array], tuple[Any, Any]]:
         """Returns (sum of the loss, (new model state, metric sums)).
 
-        If examples are mixed, their targets are mixed too, and a predicted class counts towards the
-        accuracy by its share of the example.
+        If examples are mixed, their targets are mixed too. The accuracy then counts each prediction
+        by the share of the predicted class in the mixed example.
         """
         images, labels = self._inputs(batch), batch["label"]
         if self.mixed_by:
@@ -157,7 +157,7 @@ class Classification:
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns sums of `loss` (cross entropy in nats, unsmoothed) and `accuracy`.
 
-        With more than 10 classes, it also returns `top5_accuracy`: whether the label is among the
+        With more than 10 classes, the result also has `top5_accuracy`: whether the label is among the
         five most likely classes. Examples with `mask` 0 do not count.
         """
         logits, _ = self.model.apply(

@@ -1,4 +1,4 @@
-"""Language modelling with recurrent networks, whose state is passed on from window to window."""
+"""Language modelling with recurrent networks, which pass their state from window to window."""
 
 import dataclasses
 import math
@@ -33,10 +33,10 @@ class LanguageModel:
 
     Attributes:
       sum_over_time: False for the mean cross entropy over all words of a batch, in nats, as in
-        PyTorch's example. True for the sum over the steps of a window and the mean over the rows,
-        as in Zaremba's code and TensorFlow's tutorial. With T steps, the loss and gradient are then
-        T times as large: a learning rate of 1 for the sum equals a rate of T for the mean, and
-        clipping the gradient's norm at 5 for the sum equals clipping it at 5 / T for the mean.
+        PyTorch's example word_language_model. True for the sum over the steps of a window and the
+        mean over the rows, as in Zaremba's code and TensorFlow's tutorial. With T steps, the loss
+        and gradient are then T times as large: a learning rate of 1 for the sum equals a rate of T
+        for the mean, and clipping the gradient's norm at 5 for the sum equals clipping at 5 / T for the mean.
     """
 
     model: Model
@@ -59,7 +59,7 @@ class LanguageModel:
             raise other_size(model_classes, data_classes, source)
 
     def field_ranges(self, source: Source) -> Ranges:
-        """Returns the valid values; after the first `length` words, `targets` may be anything."""
+        """Returns the valid values; `targets` may have any value after the first `length` words."""
         shape = source.element_spec["targets"].shape
         size = self.model.vocab_size if source.num_classes is None else source.num_classes
         known = Range(0, math.inf if size is None else size - 1, "the words of the vocabulary")
@@ -118,7 +118,7 @@ class LanguageModel:
     def evaluate(self, params: Params, model_state: PyTree, batch: Batch) -> dict[str, Pair]:
         """Returns sums of `loss` (nats per word), `perplexity` and `accuracy` over full streams.
 
-        For `perplexity`, the exponential of the mean is recorded. Dropout is off.
+        `perplexity` has the sums of `loss`; the exponential of their ratio is recorded. Dropout is off.
         """
         rows, windows, steps = batch["targets"].shape
         lengths = jnp.where(batch["mask"] > 0, batch["length"], 0)

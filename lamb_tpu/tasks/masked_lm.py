@@ -57,7 +57,7 @@ class MaskedLm:
             raise UserError("config.model.heads", ..., problem, remedy)
 
     def field_ranges(self, source: Source) -> Ranges:
-        """Returns the valid values; where `masked_weights` is 0, `masked_ids` may be anything."""
+        """Returns the valid values; where `masked_weights` is 0, `masked_ids` may have any value."""
         return {
             **text_ranges(self.model, source),
             # Checked even where the weight is 0: NaN from an invalid position would reach the gradient.
@@ -81,7 +81,7 @@ class MaskedLm:
     def loss(
         self, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[dict[str, jax.Array], tuple[Any, dict[str, Pair]]]:
-        """Returns (sums of the terms 'mlm' and 'nsp', (new model state, sums as in `evaluate`))."""
+        """Returns (sums of the terms 'mlm' and 'nsp', (new model state, metric sums of `evaluate`))."""
         outputs, model_state = self.model.apply(
             {"params": params, **model_state}, batch, train=True, key=key
         )

@@ -1,8 +1,8 @@
 """mixup and cutmix on the device, between neighbouring examples of a batch.
 
-Rows 2k and 2k + 1 of the global batch are a pair. Their mixture is a function of the step's key and
-k. As long as no pair is split, the mixture is therefore the same with any number of devices and
-microbatches, and no example has to move to another device.
+Rows 2k and 2k + 1 of the global batch are a pair. Their mixture depends only on the two rows, the
+step's key and k. If no pair is split between devices or microbatches, the mixture is therefore the same
+for any number of devices and microbatches, and no example has to move to another device.
 """
 
 import jax
@@ -19,17 +19,17 @@ def mix(
 ) -> tuple[jax.Array, jax.Array]:
     """Mixes each image with its partner; returns the mixtures and the shares s, float32 (rows,).
 
-    mixup adds s times an image and 1 - s times its partner, with s drawn from Beta(alpha, alpha).
-    cutmix exchanges a box between the two images of a pair. The box has 1 - s of the image's area,
-    sides that are rounded down to even numbers of pixels, and a random centre; it is clipped at the
-    image's edge. s is then replaced by the fraction of the pixels outside the box. If both methods
-    are enabled, one of them is chosen for each pair, with equal probability.
+    Each pair's s is drawn from Beta(alpha, alpha). mixup adds s times an image and 1 - s times its
+    partner. cutmix exchanges a box between the two images of a pair. The box covers 1 - s of the area
+    before its sides are rounded down to even numbers of pixels and it is clipped at the image's edges;
+    its centre is random. s is then replaced by the fraction of the pixels outside the box. If both
+    methods are enabled, one of them is chosen for each pair, with equal probability.
 
     Args:
       images: float32 (rows, ...); for cutmix (rows, height, width, ...).
       key: the step's typed random key.
       mixup_alpha, cutmix_alpha: parameters of the Beta distributions, at least 0; 0 disables the
-        method. At least one is not 0.
+        method. One method at least must be enabled.
 
     Raises:
       ValueError: the number of rows is odd.
@@ -68,7 +68,7 @@ def mix(
 
 
 def partners(values: jax.Array) -> jax.Array:
-    """Swaps the two rows of each pair, (rows, ...)."""
+    """Swaps the two rows of each pair of an array (rows, ...)."""
     return values.reshape(-1, 2, *values.shape[1:])[:, ::-1].reshape(values.shape)
 
 
@@ -114,7 +114,7 @@ def _cutmix(chance: jax.Array, alpha: float, shape: list[int]) -> tuple[jax.Arra
 
 
 def _stretch(size: int, side: jax.Array, chance: jax.Array) -> jax.Array:
-    """Returns the pixels along a side of the image that each box covers, bool (pairs, size)."""
+    """Returns which pixels of one side of the image each box covers, bool (pairs, size)."""
     half = jnp.int32(size * side) // 2
     centre = jnp.int32(size * chance)
     pixels = jnp.arange(size, dtype=jnp.int32)

@@ -36,8 +36,8 @@ class QuestionAnswering:
       num_best: number of likeliest starts and ends that are paired in each window, and maximum
         number of answers that are stored for each question.
       max_answer_length: the longest answer, in tokens.
-      version2: whether the data has unanswerable questions, as in SQuAD v2; the right answer to them
-        is "".
+      version2: whether the data has unanswerable questions, as in SQuAD v2; the right answer to such
+        a question is "".
       null_threshold: with `version2`, the answer is "" if its score exceeds the best text's score by
         more than this threshold.
     """
@@ -111,10 +111,10 @@ class QuestionAnswering:
     def score(
         self, source: SquadSource, outputs: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Returns exact match and F1 in percent, over questions; and files with the answers.
+        """Returns exact match and F1 in percent over all questions, and files with the answers.
 
-        `predictions.json`, id -> text, is the input of the official script;
-        `nbest_predictions.json` has the best answers with their scores for each id.
+        `predictions.json`, question ID -> text, is the input of the official script;
+        `nbest_predictions.json` has the best answers to each question with their scores.
         """
         answers = best_answers(
             source.questions,

@@ -12,8 +12,8 @@ def smoothed_cross_entropy(
 
     The target is 1 - s at the label, plus s / V at each of the V words of the vocabulary, including
     the label and the padding token, as in GNMT's and PyTorch's losses. fairseq spreads s over the
-    words other than the label; this equals our loss with the smoothing s V / (V - 1). Sum and weight
-    give a mean over tokens; MLPerf's GNMT divides by the number of sentences.
+    words other than the label; this equals our loss with the smoothing s V / (V - 1). The ratio of the
+    two sums is a mean over tokens; MLPerf's GNMT divides by the number of sentences.
 
     Args:
       logits: (..., V).

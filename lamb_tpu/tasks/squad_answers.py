@@ -25,25 +25,25 @@ def best_answers(
     max_answer_length: int = 30,
     with_null: bool = False,
 ) -> dict[str, list[Answer]]:
-    """Returns the best distinct answers to each question, like BERT's `run_squad.py`.
+    """Returns the best distinct answers to each question, as BERT's `run_squad.py` does.
 
     In each window, the `num_best` starts and ends with the highest logits are paired. A pair counts
-    if both are in the context, the end is not before the start, the answer has at most
-    `max_answer_length` tokens, and the window is the best window for the start. The text is the range
-    of the context from the first character of the first token to the last character of the last
-    token, with white space collapsed. (`run_squad.py` searches for the tokens in the words around
-    them. The texts are the same, unless that search matches an earlier occurrence, or fails and
-    returns full words.)
+    if both tokens are in the context, the end is not before the start, the answer has at most
+    `max_answer_length` tokens, and the window is the best window for the start token. The text is the
+    range of the context from the first character of the start token to the last character of the end
+    token, with white space collapsed. (`run_squad.py` searches for the tokens in the full words that
+    contain them. The texts are the same, unless that search matches an earlier occurrence, or fails
+    and returns full words.)
 
     Args:
       questions, features: the questions, and the features made from them.
       start_logits, end_logits: (features, length), any float dtype.
       num_best: maximum number of answers for a question.
       max_answer_length: maximum number of tokens of an answer.
-      with_null: for SQuAD v2: also rank the answer "", with the lowest [CLS] score of all windows.
+      with_null: whether to rank the answer "" too (SQuAD v2), by its lowest [CLS] score in any window.
 
     Returns:
-      id -> answers, best first; the list is empty if no pair counts.
+      question ID -> answers, best first; the list is empty if no pair counts.
     """
     # First collects the pairs of each question's windows: (score, first, last character).
     pairs: list[list[tuple[float, int, int]]] = [[] for _ in questions]
@@ -91,7 +91,7 @@ def best_answers(
 
 
 def choose(answers: dict[str, list[Answer]], null_threshold: float | None = None) -> dict[str, str]:
-    """Returns the predictions, id -> text, from the result of `best_answers`.
+    """Returns the predictions, question ID -> text, from the result of `best_answers`.
 
     For SQuAD v2, "" is chosen if its score exceeds the best text's score by more than
     `null_threshold`. Without a threshold, "" is chosen only if there is no text.

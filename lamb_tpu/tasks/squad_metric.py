@@ -14,7 +14,7 @@ _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def evaluate(
     questions: Sequence[Question], predictions: Mapping[str, str], version2: bool = False
 ) -> dict[str, float]:
-    """Scores predictions, id -> text, by the best match among the answers to each question.
+    """Scores predictions, question ID -> text, by the best match among a question's answers.
 
     A question without a prediction scores 0 (the script of v2 leaves it out of the means).
     Predictions for unknown questions are ignored. The correct answer to an impossible question is an

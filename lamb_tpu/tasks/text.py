@@ -1,4 +1,4 @@
-"""Checks of a task's fields, and of data and model for tasks on text."""
+"""Checks of a task's fields, and checks that data and model fit a text task."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def other_size(size: int | None, words: int, source: Source) -> UserError:
 def check_text(
     task: str, model: Model, source: Source, fields: Sequence[str]
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Rejects data that a text model cannot read; returns the shapes of the outputs for an example.
+    """Rejects data that a text model cannot read; returns the shapes of the model's outputs for one example.
 
     Raises:
       UserError: one of the `fields` is missing, the vocabularies differ, or sequences are too long.
@@ -59,7 +59,7 @@ def check_text(
 
 
 def words(model: Model, source: Source) -> Range:
-    """Returns the range of token ids in the vocabulary of the model, or else of the data."""
+    """Returns the range of token IDs in the model's vocabulary or, if its size is None, in the data's."""
     size = model.vocab_size
     if size is None and source.vocabulary is not None:
         size = len(source.vocabulary)
@@ -73,7 +73,7 @@ def positions(source: Source, field: str = "input_ids") -> Range:
 
 
 def text_ranges(model: Model, source: Source) -> Ranges:
-    """Returns the ranges of BERT's input fields."""
+    """Returns the valid ranges of BERT's input fields."""
     segments = math.inf if model.num_segments is None else model.num_segments - 1
     return {
         "input_ids": words(model, source),

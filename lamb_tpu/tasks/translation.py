@@ -1,4 +1,4 @@
-"""Translation: trained by the cross entropy of target tokens, evaluated by BLEU of a beam search."""
+"""Translation, trained with the cross entropy of target tokens, evaluated by the BLEU of a beam search."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The builders give the original examples, and the metadata of TFDS's builders."""
+"""Tests that the builders give the original examples and have the metadata of TFDS's builders."""
 
 import gzip
 import pathlib

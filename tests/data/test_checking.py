@@ -1,4 +1,4 @@
-"""Checks of batches: ranges, finite numbers, shapes and dtypes, and their messages."""
+"""Checks of batches: ranges, finite numbers, shapes, dtypes and error messages."""
 
 import pathlib
 from typing import Any
@@ -145,9 +145,9 @@ def test_examined_batch_of_a_task_without_ranges_has_labels_of_the_set() -> None
 
 
 class Later(BaseSource):
-    """A source of int32 labels 0 to 2, which later become labels 1 to 3 of type `dtype`.
+    """A source with int32 labels 0 to 2 in early batches, and labels 1 to 3 of `dtype` in late batches.
 
-    Later means from example 48 on, or from the second epoch on.
+    A batch is late if its first index is at least 48, or if it reaches the second epoch.
     """
 
     name, num_classes = "later:train", 3

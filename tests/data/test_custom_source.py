@@ -98,7 +98,7 @@ def test_wrong_field_is_reported_with_shape_and_dtype() -> None:
 
 
 class Odd(BaseSource):
-    """A source with the attributes and examples of a case in `ODD`, at least one of which is invalid."""
+    """A source with the attributes and examples of the case `ODD[split]`, which are not all valid."""
 
     name = "odd"
 

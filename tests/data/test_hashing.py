@@ -1,4 +1,4 @@
-"""The hash: SplitMix64's outputs, uniformity, independence of neighbours."""
+"""The hash: SplitMix64's outputs, uniformity, and independence of neighbouring coordinates."""
 
 import warnings
 

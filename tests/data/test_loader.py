@@ -1,4 +1,4 @@
-"""The training loader: its batches, which depend neither on restarts nor on the processes."""
+"""The training loader: its batches do not depend on restarts or on the number of processes."""
 
 import collections
 import itertools

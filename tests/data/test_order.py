@@ -1,4 +1,4 @@
-"""The order of examples: permutations, epochs, independence of how the stream is cut."""
+"""The order of examples: a permutation for each epoch, however the stream is cut into batches."""
 
 import numpy as np
 import pytest

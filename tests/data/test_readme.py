@@ -1,4 +1,4 @@
-"""The data sets on the page about custom data sets train in a folder outside the repository."""
+"""Tests that runs outside the repository can train on the README's custom data sets."""
 
 import json
 import pathlib

@@ -7,7 +7,7 @@ import tensorflow_datasets as tfds
 
 
 class Tiny(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Base class: subclasses have a name, features and examples."""
+    """Base class: subclasses define a name, features and examples."""
 
     VERSION = tfds.core.Version("1.0.0")
     url_infos: ClassVar = {}

@@ -1,4 +1,4 @@
-"""Buckets: paths that are rejected, reads and writes, and the errors of the client libraries."""
+"""Buckets: rejected paths, reads and writes, and errors of the client libraries."""
 
 import os
 import pathlib

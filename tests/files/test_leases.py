@@ -1,4 +1,4 @@
-"""Locks in a bucket: a single holder, renewal, and takeover of stale locks."""
+"""Locks in a bucket: a single holder, renewal, locks of ended processes, and stale locks."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Reading of paths of any type: regular files, folders, pipes, devices."""
+"""Reading of regular files, and errors for folders, pipes, devices and invalid content."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Published tensors: shards, wrong indices, and values that are not finite."""
+"""Published tensors: shards, wrong index files, and values that are not finite."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Files that grow, with copies in a bucket that are replaced."""
+"""Growing files: uploads to a bucket, failed uploads, and removal of the temporary folder."""
 
 import pathlib
 

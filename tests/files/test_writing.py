@@ -1,4 +1,4 @@
-"""Files on failing disks; a file that is deleted, moved or replaced simulates a lost folder."""
+"""Writing of files: atomic replacement, checks before a write, and full disks and lost files."""
 
 import contextlib
 import errno

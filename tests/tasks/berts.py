@@ -17,7 +17,7 @@ TINY: dict[str, Any] = {
 
 
 def examples(num_rows: int, length: int = 12, places: int = 4) -> dict[str, np.ndarray]:
-    """Returns rows for masked_lm: a quarter have many masked words, the others one or none."""
+    """Returns rows for masked_lm: about a quarter have `places` masked words, the others 0 or 1."""
     rng = np.random.default_rng(0)
     columns = np.arange(length)
     lengths = rng.integers(length // 2, length + 1, num_rows)[:, None]

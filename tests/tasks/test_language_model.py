@@ -1,4 +1,4 @@
-"""Language modelling: sums equal to NumPy's, evaluation of full streams, and errors."""
+"""Language modelling: losses compared with NumPy, evaluation of full streams, and errors."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def params(learning: Task) -> Any:
 
 
 def losses(learning: Task, weights: Any, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cross entropy in nats, and whether the word was likeliest, for all words but the first."""
+    """Returns each word's cross entropy in nats, and whether it was the likeliest; omits the first word."""
 
     def logits(weights: Any, words: jax.Array) -> jax.Array:
         outputs, _ = learning.model.apply({"params": weights}, {"inputs": words}, train=False)

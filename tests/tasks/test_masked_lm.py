@@ -1,4 +1,4 @@
-"""Pre-training: the two terms of the loss with their weights, and heads that fit the data."""
+"""Pre-training: the loss's terms and weights, and errors if the heads do not fit the data."""
 
 from typing import Any
 

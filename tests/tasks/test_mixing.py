@@ -49,14 +49,14 @@ def test_shares_at_the_ends_of_chance(alpha: float) -> None:
 
 
 def rows_of_their_number(rows: int, *shape: int) -> jax.Array:
-    """Returns images in which each value is the number of the row, counted from 1."""
+    """Returns images in which each value is the image's row in the batch, counted from 1."""
     return jnp.broadcast_to(
         jnp.arange(1.0, rows + 1).reshape(-1, *(1,) * len(shape)), (rows, *shape)
     )
 
 
 def others(values: Any) -> np.ndarray:
-    """Returns each row's partner, without `mixing.partners`."""
+    """Returns each row's partner, computed without `mixing.partners`."""
     values = np.asarray(values)
     return np.stack([values[row + 1 if row % 2 == 0 else row - 1] for row in range(len(values))])
 
@@ -78,7 +78,7 @@ def test_mixup_adds_a_share_of_each(shape: tuple[int, ...]) -> None:
 
 
 def official_boxes(rng: np.random.Generator, count: int, h: int, w: int) -> np.ndarray:
-    """Draws masks (count, h, w) like the paper's code with `alpha` 1."""
+    """Draws masks of boxes, bool (count, h, w), as the paper's code does for `alpha` = 1."""
     masks = np.zeros((count, h, w), bool)
     for mask, side in zip(masks, np.sqrt(1 - rng.uniform(size=count)), strict=True):
         y, x = rng.integers(h), rng.integers(w)

@@ -48,7 +48,7 @@ def source(
 
 
 def logits_for(actual: SquadSource, spans: dict[str, dict[str, float]]) -> dict[str, np.ndarray]:
-    """Returns logits of -9, except half of each given text's score at its start and at its end."""
+    """Returns logits: half of a given text's score at the text's start and end, and -9 elsewhere."""
     features = actual.features
     starts, ends = (np.full(features.char_start.shape, -9.0, np.float32) for _ in range(2))
     for row, number in enumerate(features.question):
@@ -162,7 +162,7 @@ def test_data_that_does_not_fit() -> None:
 
 
 def test_the_recipe_can_be_given_questions_without_an_answer() -> None:
-    """The recipe has the key version2, which `check` suggests; the command line cannot add keys."""
+    """An error suggests version2; the command line can only set it if the recipe has this key."""
     task = dict(tiny.recipe_file(tiny.ROOT / "configs" / "bert_squad.py").get_config().task)
     built = build(task.pop("name"), models.build(**TINY, heads=("span",)), **task)
     assert {"version2", "null_threshold"} <= set(task) and built.version2 is False

@@ -1,4 +1,4 @@
-"""Valid values of the fields of every shipped task, with valid and invalid batches."""
+"""Ranges of the fields of the text tasks: valid batches pass, and errors name invalid values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str, int, str]] = {
 
 
 def checked(task: tasks.Task, source: data.Source) -> tuple[data.Check, dict[str, np.ndarray]]:
-    """Returns the check of a task's data, and a batch that has passed it."""
+    """Returns the check of a task's data, and a batch that has passed the check."""
     check = data.Check(source, "train", tasks.field_ranges(task, source))
     return check, check.read(ROWS[: len(source)])
 
@@ -89,7 +89,7 @@ def test_right_batches_pass_and_wrong_values_are_named(name: str) -> None:
 
 
 def test_ids_that_do_not_count_may_be_anything() -> None:
-    """Many libraries write -100 for "ignore"."""
+    """Many libraries use the label -100 for tokens that do not count."""
     check, batch = checked(*masked_lm())
     ids = np.where(batch["masked_weights"] > 0, 5, -100).astype(np.int32)
     check({**batch, "masked_ids": ids}, ROWS)

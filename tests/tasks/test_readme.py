@@ -1,4 +1,4 @@
-"""The README's custom task, run from another folder."""
+"""Tests that the README's custom task trains and is evaluated in another folder."""
 
 import json
 import pathlib

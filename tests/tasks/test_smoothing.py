@@ -1,4 +1,4 @@
-"""Cross entropy with smoothed labels, compared with Optax, which makes full targets."""
+"""Cross entropy with smoothed labels, compared with Optax's loss for full target arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Choosing answers, compared with plain loops; mapping to text, compared with `run_squad.py`."""
+"""Best answers: compared with the plain loops of `run_squad.py`, and with the known answers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Exact match and F1: the official figures of two systems, and cases computed by hand."""
+"""Exact match and F1: the official scores of two systems, and cases computed by hand."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Translation: losses per token, and a score that depends on neither batches nor devices."""
+"""Translation: losses per token, and scores that depend on neither batch size nor devices."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def params() -> Any:
 
 
 def outputs(size: int, devices: int) -> dict[str, np.ndarray]:
-    """Returns the outputs of `predict` for the full set, in batches of `size` over some devices."""
+    """Returns the outputs of `predict` for the full set, in batches of `size` over `devices` devices."""
     mesh = mesh_lib.make_mesh({"data": -1}, jax.devices()[:devices])
     predict = step_lib.make_predict_step(task(), mesh)
     parts = [

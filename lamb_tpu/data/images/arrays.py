@@ -23,7 +23,7 @@ class ArrayOptions:
       pad: number of pixels added at each side before a random crop of the original size.
       pad_mode: 'reflect', which mirrors the image at its edge without repeating the edge, or
         'zero', which is black.
-      flip: mirror half of the images, at random.
+      flip: whether to mirror each image with probability 1/2.
       cutout: side in pixels of a random square that is filled with the set's mean colour.
     """
 
@@ -139,7 +139,7 @@ def _shift(
 
 
 def cut_square(draws: Mapping[str, Any], height: int, width: int, side: int) -> Any:
-    """Returns the pixels that the drawn squares cover, bool (n, height, width)."""
+    """Returns which pixels the drawn squares cover, bool (n, height, width)."""
     top, left = draws["cut_row"][:, None], draws["cut_column"][:, None]
     rows, columns = np.arange(height), np.arange(width)
     in_rows = (rows >= top) & (rows < top + side)

@@ -26,7 +26,7 @@ def inception_box(
     min_area: float = 0.08,
     min_covered: float = 0.1,
 ) -> Box | None:
-    """Draws a box that covers `min_area` to 1 of the image, with a width / height of 3/4 to 4/3.
+    """Draws a box that covers the fraction `min_area` to 1 of an image; its width / height is 3/4 to 4/3.
 
     This follows `tf.image.sample_distorted_bounding_box`, which the ResNet and EfficientNet code for
     TPUs calls with ten attempts. The aspect ratio is uniform. The height is uniform among the

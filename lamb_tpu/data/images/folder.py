@@ -28,7 +28,7 @@ class FolderRecords:
     """`Records` of the images in a folder DIR.
 
     If DIR/labels.tsv exists, it lists the examples in order: a line of column names, then a line
-    for each example, both separated by tabs. The columns `file` (path below DIR) and `label` (class
+    for each example. Columns are separated by tabs. The columns `file` (path below DIR) and `label` (class
     index) are required, `split` is optional, and other columns are ignored. Without the column
     `split`, all examples are in the split `train`. A list may be untrusted, so every file must be
     in DIR after links are resolved.
@@ -44,14 +44,14 @@ class FolderRecords:
       root: the folder DIR.
       split: TFDS split syntax, such as `train` or `train[:10%]`.
       num_classes: number of classes; 0 counts them (with labels.tsv: the largest label plus one).
-      skip: leaves out wrong lines of the list and accepts classes without an image, with a note;
-        False raises a UserError.
+      skip: whether to leave out wrong lines of the list and to accept classes without an image, with
+        a note; if False, they raise a UserError.
       holdout: if above 0, the fraction of the split, less than 1, that is used for evaluation and
         not for training. The choice depends only on the paths of the images.
       training: whether the split is for training.
 
     Attributes, besides those of `Records`:
-      faults: the notes about wrong labels and classes without an image. The other notes are about
+      faults: the notes about wrong lines of the list and classes without an image. The other notes are about
         skipped files, rotation tags and an unusual layout.
 
     Raises:
@@ -267,7 +267,7 @@ class FolderRecords:
             )
 
     def _head(self, path: str) -> bytes:
-        """Returns the first bytes of a file; b"" if it cannot be read."""
+        """Returns the first bytes of a file, or all of a WebP file; b"" if the file cannot be read."""
         try:
             with reading.open_file(self._file(path)) as file:
                 head = file.read(_HEAD_BYTES)
@@ -289,7 +289,7 @@ class FolderRecords:
 
 
 def split_names(root: str | os.PathLike[str]) -> list[str]:
-    """Returns the splits of a folder for `FolderRecords`, in the list's order or sorted by name."""
+    """Returns the splits of a folder for `FolderRecords`, in the order of labels.tsv or by name."""
     path = pathlib.Path(root)
     if not (path / LABELS).exists():
         return sorted(layout.find_layout(path).classes)
@@ -297,7 +297,7 @@ def split_names(root: str | os.PathLike[str]) -> list[str]:
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """Returns column -> text for each line of labels.tsv."""
+    """Returns column -> text for each example that labels.tsv lists."""
     try:
         # File names may have any bytes. Only "\n" ends a line, because a name may contain another
         # Unicode line separator.

@@ -14,7 +14,7 @@ Channels of 16 bits are reduced to their upper eight, as in TensorFlow.
 A file of a few bytes may claim billions of pixels, so the header is read before memory is
 allocated, and an image that would take too much memory is rejected. The limit on pixels is lower
 for formats that need more memory per pixel: `_BYTES` has the peak memory per pixel of each format,
-measured as the growth of the process.
+measured as the growth of the process's memory.
 """
 
 import io
@@ -114,14 +114,14 @@ def decode_crop(
 
     Args:
       content: a JPEG (grey, RGB, CMYK), PNG, WebP or BMP, whatever its file name.
-      choose_box: returns the box from the image's (height, width).
+      choose_box: function that returns the box for the image's (height, width).
       size: height and width of the result, at least 8.
-      max_pixels: the largest number of pixels of an ordinary JPEG. Formats that need more memory
+      max_pixels: the maximum number of pixels of an ordinary JPEG. Formats that need more memory
         have a lower limit, so that no image takes more than `BYTES_PER_PIXEL * max_pixels` bytes.
       resize: 'bilinear': a crop of at least twice the size is averaged first, and its edges are
         rounded to whole pixels of the smaller scale. 'bicubic': TensorFlow 1's method, with the
-        result rounded to integers. It decodes large crops at full scale and does not average them
-        first, so decoding and resizing together take nearly twice as long as with 'bilinear'.
+        result rounded to integers. Large crops are decoded at full scale and not averaged first, so
+        decoding and resizing together take nearly twice as long as with 'bilinear'.
 
     Returns:
       uint8 (size, size, 3) in RGB, and the kind of the image.
@@ -143,10 +143,10 @@ def decode_crop(
 
 
 def decode_full(content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, Kind]:
-    """Decodes a full image to uint8 (height, width, 3) in RGB; returns it and its kind.
+    """Decodes a full image; returns uint8 (height, width, 3) in RGB, and the kind of the image.
 
     Raises:
-      BadImage: see `decode_crop`; also if bytes are left over, which detects most damage.
+      BadImage: see `decode_crop`; also if undecoded bytes are left over, which detects most damage.
     """
     frame = _read_frame(content, max_pixels)
     if frame is None or frame.components == 4:

@@ -1,8 +1,8 @@
 """Layouts of a folder of images: its splits, its classes, and the files of each class.
 
 Two layouts are supported: DIR/SPLIT/CLASS/... and DIR/CLASS/... with the only split `train`. As in
-torchvision and timm, an image belongs to the class of its outermost folder in the split, however
-deep it is: Tiny ImageNet has train/CLASS/images/*.JPEG.
+torchvision and timm, the outermost folder within the split is an image's class, however deep the
+image is: Tiny ImageNet has train/CLASS/images/*.JPEG.
 """
 
 import os
@@ -46,7 +46,7 @@ class Files(NamedTuple):
 def find_layout(root: pathlib.Path) -> FolderLayout:
     """Finds the splits and classes of a folder.
 
-    Raises a UserError if the folder has files but no image, or if the splits are one level deeper.
+    Raises a UserError if the folder has files but no image, or if the splits are one level too deep.
     """
     if not has_image(root) and (skipped := list_files(root).skipped):
         problem = f"has no image that can be read, only {describe_skipped(skipped)}"
@@ -79,7 +79,7 @@ def unsorted_folder(layout: FolderLayout, split: str) -> pathlib.Path | None:
 
 
 def list_files(folder: pathlib.Path) -> Files:
-    """Lists the images of a class and counts the other files, including those in subfolders."""
+    """Lists the images of a class and counts the other files; includes subfolders."""
     found = list(_walk(folder)) if folder.is_dir() else []
     others = (os.path.splitext(name)[1].lower() for name, is_image in found if not is_image)
     images = sorted(name for name, is_image in found if is_image)

@@ -55,12 +55,12 @@ def invert(image: np.ndarray) -> np.ndarray:
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keeps the `bits` highest bits of each value, at least 1 because TensorFlow shifts by at most 7."""
+    """Keeps the `bits` highest bits of each value, but at least 1: TensorFlow shifts by at most 7."""
     return image & np.uint8(0xFF << (8 - max(bits, 1)) & 0xFF)
 
 
 def solarize(image: np.ndarray, threshold: int) -> np.ndarray:
-    """Inverts values at or above the threshold, 0 to 256."""
+    """Inverts values at or above the threshold, which is 0 to 256."""
     return _looked_up(image, np.where(_LEVELS < threshold, _LEVELS, 255 - _LEVELS))
 
 

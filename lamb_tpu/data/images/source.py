@@ -41,7 +41,7 @@ class ImageOptions:
         drawn again, up to ten draws in all.
       resize: 'bilinear', with averaging of large images, or 'bicubic', as in the TPU code; see
         `jpeg.decode_crop`.
-      flip: mirror half of the images in training, at random.
+      flip: whether to mirror each image in training with probability 1/2.
       central_fraction: side of the centre as a fraction of the image's shorter side; 0 means
         size / (size + 32), as in the ResNet and EfficientNet code for TPUs.
       policy: augmentation in training: '', 'autoaugment' or 'randaugment'.

@@ -26,7 +26,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Tally:
-    """Counts of examples by kind, each example once; thread-safe. `source` is the set's name."""
+    """Counts of examples by kind, each example once per kind; thread-safe. `source` is the set's name."""
 
     def __init__(self, source: str, training: bool = True) -> None:
         self._source = source

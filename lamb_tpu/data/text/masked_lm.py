@@ -24,7 +24,7 @@ class MaskedLmOptions:
         tokens and 80 for 512.
       next_sentence: True for pairs of segments with next-sentence prediction, as in BERT; False for
         full sentences without it, as in RoBERTa.
-      whole_words: predict all tokens of a word or none.
+      whole_words: whether to predict either all tokens of a word or none.
       dupe_factor: 0 draws new masks in every epoch. k >= 1 makes static data as the original code
         does: k copies of the text, each masked once (with `next_sentence`, also packed separately).
       short_probability: fraction of the pairs that get a random, shorter target length.
@@ -91,7 +91,7 @@ class MaskedLmSource(BaseSource):
         return self._length
 
     def gather(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> Batch:
-        """Gathers examples, masked for their epochs; see `Source`."""
+        """Gathers examples with the masks of their epochs; see `Source`."""
         indices = np.asarray(indices, np.int64)
         options, vocabulary = self._options, self._shards.vocabulary
         make = self._gather_pairs if options.next_sentence else self._gather_spans
@@ -164,7 +164,7 @@ class MaskedLmSource(BaseSource):
         return ids, is_text, lengths, {"token_type_ids": np.zeros(ids.shape, np.int32)}
 
     def _special_ids(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns rows of [CLS], then separators up to the padding, then padding."""
+        """Returns rows that begin with [CLS], have [SEP] up to `lengths`, and end with padding."""
         vocabulary = self._shards.vocabulary
         columns = np.arange(self._options.sequence_length)
         separators = columns < lengths[:, None]

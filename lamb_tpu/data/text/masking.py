@@ -19,7 +19,7 @@ def mask_tokens(
     max_predictions: int,
     probability: float = 0.15,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Masks examples like BERT's `create_pretraining_data.py`.
+    """Masks examples as BERT's `create_pretraining_data.py` does.
 
     If an example has n tokens, including special tokens, `round(n * probability)` tokens are
     predicted, at least one and at most `max_predictions`. Words, or single tokens, are chosen in
@@ -31,14 +31,14 @@ def mask_tokens(
       ids: int32 (examples, length), special tokens and padding included.
       is_text: bool, same shape: whether the token is neither special nor padding.
       is_head: bool, same shape: whether the token begins a word; the word's other tokens follow it.
-        True everywhere masks single tokens. The first token of each run of text is always a head.
+        If all are True, single tokens are masked. The first token of each run of text is always a head.
       keys: uint64 (examples,): the masking of an example is a function of its key.
-      mask_id, vocabulary_size, max_predictions, probability: see above.
+      mask_id, vocabulary_size, max_predictions, probability: see above; `mask_id` is that of [MASK].
 
     Returns:
-      masked ids int32 (examples, length); and, each (examples, max_predictions): positions int32
-      in ascending order, original ids int32, and weights float32, 1 for a prediction. Unused
-      entries hold 0.
+      masked ids, int32 (examples, length); then three arrays (examples, max_predictions): positions,
+      int32 in ascending order; original ids, int32; and weights, float32, 1 for a prediction.
+      Unused entries hold 0.
     """
     chosen = _choose(is_text, is_head, keys, max_predictions, probability)
     # `np.nonzero` orders tokens by row and then by column, so the positions are ascending.

@@ -15,7 +15,7 @@ _TARGET, _LENGTH, _CUT, _RANDOM, _DOCUMENT, _START, _FRONT_A, _FRONT_B = range(8
 
 
 class Pairs(NamedTuple):
-    """Segments A and B of each example: tokens `start` to `start + length - 1`; all (examples,)."""
+    """Segments A and B of each example: tokens `start` to `start + length - 1`; all arrays (examples,)."""
 
     a_start: np.ndarray  # int64
     a_length: np.ndarray  # int32
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Tokens of each example: `start` to `start + length - 1`; both (examples,)."""
+    """Tokens of each example: `start` to `start + length - 1`; both arrays (examples,)."""
 
     start: np.ndarray  # int64
     length: np.ndarray  # int32
@@ -39,17 +39,17 @@ def pack_pairs(
     copy: int = 0,
     short_probability: float = 0.1,
 ) -> Pairs:
-    """Packs segments for next-sentence prediction, like BERT's `create_pretraining_data.py`.
+    """Packs segments for next-sentence prediction, as BERT's `create_pretraining_data.py` does.
 
-    Sentences are collected until they reach a target length in tokens for both segments:
-    `max_tokens`, or, with probability `short_probability`, a random length of 2 ... `max_tokens`. A
-    consists of a random number of these sentences, starting with the first. With probability 1/2, B
-    consists of the remaining sentences. Otherwise, and always if no sentences remain, B consists of
-    sentences from a random position in another random document, and the remaining sentences are used
-    for the next example. A pair that is too long loses tokens of the longer segment, each from a random end.
+    Sentences are collected until they have a target length in tokens, for both segments together:
+    `max_tokens`, or, with probability `short_probability`, a random length of 2 ... `max_tokens`.
+    Segment A is a random number of these sentences, starting with the first. With probability 1/2,
+    segment B is the remaining sentences. Otherwise, and always if no sentences remain, B is sentences
+    from a random position in another random document, and the remaining sentences are used for the
+    next example. A pair that is too long loses tokens one by one, at a random end of the longer segment.
 
-    There is one difference: the original draws one target for each document, so a book with a short
-    target gives thousands of examples of a few tokens. Here each example draws a target.
+    There is one difference: the original draws one target length for each document, so a book with a
+    short target gives thousands of examples of a few tokens. Here a target is drawn for each example.
 
     All documents advance together, one example at a time, so that the work is vectorised. The
     examples are returned in the order of the documents. There must be at least two documents. Each
@@ -116,7 +116,7 @@ def pack_pairs(
 def pack_sentences(
     sentence_starts: np.ndarray, document_starts: np.ndarray, max_tokens: int
 ) -> Spans:
-    """Packs full sentences one after the other, across documents, like RoBERTa's FULL-SENTENCES.
+    """Packs full sentences one after the other, across documents, as in RoBERTa's FULL-SENTENCES.
 
     An example holds as many sentences as fit, with a separator after each document that ends within
     the example. A sentence too long for an example is cut. `max_tokens` includes the separators
@@ -146,7 +146,7 @@ def pack_sentences(
 
 
 def _truncate(a: np.ndarray, b: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lengths after cutting tokens one by one from the longer segment (B if equal)."""
+    """Returns both lengths after cutting tokens one by one from the longer segment (B if equal)."""
     fits, both = a + b <= total, np.minimum(a, b) > total // 2
     a_cut = np.where(both, (total + 1) // 2, np.where(a > b, total - b, a))
     b_cut = np.where(both, total // 2, np.where(a > b, b, total - a))

@@ -26,10 +26,10 @@ class PairOptions:
 
     Attributes:
       vocab_size: maximum size of the joint vocabulary, which is trained on the split `train`.
-      max_length: training leaves out pairs with a sentence of more tokens than this, including its
-        end token.
-      widths: number of different widths to which training batches are padded, evenly spaced up to
-        `max_length`; 1 pads all batches to `max_length`. The step is compiled once for each width.
+      max_length: maximum number of tokens of a sentence in training, including its end token; pairs
+        with a longer sentence are left out.
+      widths: number of widths to which training batches are padded. The widths are evenly spaced, and
+        the largest is `max_length`. The step is compiled once for each width.
     """
 
     vocab_size: int = 8000
@@ -38,7 +38,7 @@ class PairOptions:
 
 
 def element_spec(source: int, target: int) -> dict[str, FieldSpec]:
-    """Returns the fields of a pair; `source` and `target` are the widths, with the end tokens."""
+    """Returns the fields of a pair; `source` and `target` are the widths, including the end tokens."""
     return {
         "source_ids": FieldSpec((source,), _INT32),
         "source_length": FieldSpec((), _INT32),
@@ -123,7 +123,7 @@ class PairSource(BaseSource):
         return batch
 
     def trim(self, batch: Batch, bucket: int) -> Batch:
-        """Trims padding from a batch, to the width of its largest bucket."""
+        """Trims padding from a batch, to the width with the index `bucket`."""
         width = int(_widths(self._options)[bucket])
         return {
             field: values[:, : width + _CUT[field]] if field in _CUT else values
@@ -143,7 +143,7 @@ class PairSource(BaseSource):
 
 
 def _widths(options: PairOptions) -> np.ndarray:
-    """Returns the widths of training batches, ascending; the last one is `max_length`."""
+    """Returns the widths of training batches, ascending; the last width is `max_length`."""
     return -(-np.arange(1, options.widths + 1) * options.max_length // options.widths)
 
 
@@ -166,7 +166,7 @@ def load_pairs(
     options: PairOptions,
     training: bool,
 ) -> PairSource:
-    """Loads a split, see `registry.load`; prepares a set with files below `data_dir` if necessary."""
+    """Loads a split, see `registry.load`; if necessary, prepares the set below `data_dir` first."""
     check_options(options)
     if name == "grammar_de_en":
         prepared = _embedded(options.vocab_size)

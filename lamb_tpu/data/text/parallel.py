@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 
 
 def train_vocabulary(pairs: Callable[[], Iterable[Pair]], size: int) -> Vocabulary:
-    """Trains the joint vocabulary on both languages' sentences; raises like `train_subwords`."""
+    """Trains the joint vocabulary on both languages' sentences; see `train_subwords`."""
     return train_subwords(lambda: itertools.chain.from_iterable(pairs()), size)
 
 
@@ -101,8 +101,8 @@ def prepare(name: str, corpus: Corpus, vocab_size: int, data_dir: str | None) ->
 
     The same inputs give the same files, byte for byte. The folder is written under a temporary name
     and renamed when it is complete, so an interrupted preparation leaves no incomplete folder. If
-    several processes call this at once, one does the work and the others wait. Raises a UserError if the
-    folder was made from other inputs, is damaged, or cannot be written.
+    several processes call this function at once, one prepares the corpus and the others wait. Raises
+    a UserError if the folder was made from other inputs, is damaged, or cannot be written.
     """
     import tensorflow_datasets as tfds  # imported here, because this takes a third of a second
 

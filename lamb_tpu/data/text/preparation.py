@@ -84,9 +84,9 @@ def prepare_text(
 ) -> dict[str, Any]:
     """Prepares text and returns the manifest; if the output is complete, only checks the output.
 
-    The output is the same, byte for byte, for every number of processes, and if a killed run is
-    started again. A shard is a function of the inputs and settings. It is written under a temporary
-    name and renamed when it is complete.
+    The output is the same, byte for byte, for every number of processes, whether or not a run was
+    killed and continued. A shard is a function of the inputs and settings. Each shard is written under
+    a temporary name and renamed when it is complete.
 
     Args:
       inputs: patterns of files, or one `tfds:NAME[/CONFIG][:SPLIT]`.
@@ -162,7 +162,7 @@ def _check(settings: Settings, processes: int | None) -> None:
 
 
 def _plan(inputs: Sequence[str], settings: Settings) -> tuple[list[Segment], dict[str, str]]:
-    """Returns the segments of all inputs, and their files: name in the manifest -> path."""
+    """Returns the segments of all inputs, and the input files as name in the manifest -> path."""
     sets = [item for item in inputs if item.startswith(TFDS_PREFIX)]
     if sets and len(inputs) > 1:
         raise UserError("--input", sets[0], "must be the only input", "leave out the other inputs")

@@ -64,7 +64,7 @@ def load_python_docs_cloze(split: str, options: ClozeOptions, training: bool) ->
 
 
 def documents(split: str) -> dict[str, list[str]]:
-    """Returns topic -> paragraphs of prose, each as one line and only in one topic."""
+    """Returns topic -> paragraphs of prose; each paragraph is one line, and is in one topic only."""
     prose: dict[str, list[str]] = {}
     # Some topics repeat paragraphs of other topics. A paragraph stays only in its first topic, so
     # that the splits have no paragraph in common.

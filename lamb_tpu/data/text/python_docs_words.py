@@ -21,7 +21,7 @@ class PythonDocsWordsOptions(streams.StreamOptions):
 def load_python_docs_words(
     split: str, options: PythonDocsWordsOptions, batch_size: int, training: bool
 ) -> Source:
-    """Loads a split, train or test, as words in lower case and punctuation marks."""
+    """Loads a split, train or test, as lower-case words and punctuation marks."""
     check_options(options, vocab_size=(2, math.inf))
     name = f"python_docs_words:{python_docs.check_split(split)}"
     vocabulary = make_vocabulary(_words("train"), options.vocab_size)

@@ -22,7 +22,7 @@ _TITLE = re.compile(r"= (?!=).*[^=] =")  # title of a WikiText article; section 
 
 
 class Segment(NamedTuple):
-    """A segment of an input: bytes `start` to `stop` of a file, or a range of TFDS records."""
+    """A segment of an input: bytes `start` to `stop - 1` of a file, or such a range of TFDS records."""
 
     path: str
     start: int
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """Returns the sorted files that match any of the patterns (`**` matches folders), each once."""
+    """Returns the files that match any of the patterns (`**` matches folders), sorted, each once."""
     matched = set()
     for pattern in patterns:
         matches = glob.glob(os.path.expanduser(pattern), recursive=True)
@@ -68,7 +68,7 @@ def read_segment(segment: Segment, rule: str, counts: Counter[str]) -> Iterator[
     """Yields the documents that begin in a segment of a file, each as a list of non-blank lines.
 
     The rule says what a document is. `file`: an entire file. `blank-lines`: the text between blank
-    lines. `titles`: the text from a line `= Title =` that follows a blank line, as in WikiText. A
+    lines. `titles`: the text that begins with a line `= Title =` after a blank line, as in WikiText. A
     document belongs to the segment in which the blank line before the document begins, so the
     segments of a file together have each document once, wherever the file was cut.
 
@@ -165,7 +165,7 @@ def tfds_builder(name: str, data_dir: str | None) -> "tuple[tfds.core.DatasetBui
 
 
 def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Segment]:
-    """Cuts a prepared set into segments of about `max_bytes`; raises like `tfds_builder`."""
+    """Cuts a prepared set into segments of about `max_bytes`; see `tfds_builder` for `name` and errors."""
     builder, split = tfds_builder(name, data_dir)
     info = builder.info.splits[split]
     # TFDS knows the total size of a split, but not the size of each record.
@@ -179,7 +179,7 @@ def cut_tfds(name: str, data_dir: str | None, max_bytes: int) -> list[Segment]:
 
 
 def read_tfds(segment: Segment, data_dir: str | None, counts: Counter[str]) -> Iterator[list[str]]:
-    """Yields the documents of a segment of a TFDS set, one per record, like `read_segment`."""
+    """Yields the documents of a segment of a TFDS set, one per record, as `read_segment` does."""
     builder, split = tfds_builder(segment.path, data_dir)
     records = builder.as_data_source(split=split)
     for start in range(segment.start, segment.stop, 256):

@@ -24,7 +24,7 @@ def sentences(lines: Iterable[str], rule: str, counts: Counter[str]) -> Iterator
 
     A sentence never crosses lines. The rule `split` cuts a line after `.`, `!`, `?` or an ellipsis,
     with any closing quotes and brackets, if white space and a capital letter or a digit follow; but
-    not after initials and common English abbreviations. It also cuts after the full stops of
+    not after initials and common English abbreviations. This rule also cuts after the full stops of
     Chinese and Japanese. With the rule `lines` each line is a sentence, as in the original BERT
     code.
 

@@ -238,7 +238,7 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
 
 
 def check_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Raises a UserError that names a manifest's key if its type or range is wrong."""
+    """Raises a UserError that names a manifest's key if the value has a wrong type or range."""
     schema.convert(manifest, _Manifest, f"{folder / MANIFEST} is damaged ({_AGAIN})")
 
 

@@ -75,10 +75,10 @@ class Features:
         token of the answer, both 0 if the window lacks the answer.
       question: int32 (features,): index of each window's question, ascending.
       char_start, char_stop: int32 (features, length): range of each token's characters in the
-        context, with adjacent characters that the normaliser deletes (see `_with_deleted`); -1
+        context, including adjacent characters that are deleted (see `_with_deleted`); -1
         for tokens outside the context.
-      best_window: bool (features, length): whether this window, of all windows with the token, has
-        the most context around it. Answers begin only at such tokens, so each answer counts once.
+      best_window: bool (features, length): whether this window has the most context around the
+        token, among all windows with the token. Answers begin only at such tokens, and count once.
       unmappable: ids of questions left out of training, because their answer is not at the position
         given in the file, or has no token.
     """
@@ -145,10 +145,10 @@ def make_features(
     Args:
       questions, vocabulary: the questions, and the vocabulary of the tokenizer.
       cased: whether the vocabulary keeps case and accents.
-      training: adds the positions of each question's first answer, and leaves out questions whose
-        answer cannot be located.
+      training: whether to add the positions of each question's first answer, and to leave out
+        questions whose answer cannot be located.
       max_length: number of tokens in a window, including special tokens and padding.
-      document_stride: number of the context's tokens between the starts of two windows.
+      document_stride: number of context tokens from the start of a window to the start of the next.
       max_query: maximum number of the question's tokens; further tokens are dropped.
 
     Raises:

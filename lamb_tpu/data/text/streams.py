@@ -60,8 +60,8 @@ def cut(tokens: np.ndarray, count: int, layout: str) -> np.ndarray:
 def num_windows(length: int, options: StreamOptions) -> int:
     """Returns the number of training windows of a stream of `length` words.
 
-    The last target of a window is the word after the window. 'pytorch' has a shorter last window,
-    filled with padding; the other layouts drop this window.
+    The last target of a window is the word after the window. If the last window is shorter, 'pytorch'
+    fills it with padding; the other layouts drop it.
 
     >>> [num_windows(35, StreamOptions(5, layout)) for layout in LAYOUTS]
     [6, 7, 6]
@@ -105,7 +105,7 @@ class TrainingStreams(BaseSource):
     """Windows of the streams of a text. Example p is window p // streams of stream p % streams.
 
     Fields of an example, with T = `steps`:
-      inputs, targets: int32 (T,), words, and the word after each.
+      inputs, targets: int32 (T,): words, and the word after each of them.
       start: bool (), True for the first window of a stream, which starts from a zero state.
       length: int32 (), only with the layout 'pytorch': number of words before the padding.
     """
@@ -154,14 +154,14 @@ class EvalStreams(ArraySource):
     has ceil((n - 1) / streams) targets; the last stream has the remaining targets.
 
     Fields of an example of W windows of T = `steps` words:
-      inputs, targets: int32 (W, T), words, and the word after each.
-      length: int32 (), number of words before the padding, of W * T.
+      inputs, targets: int32 (W, T): words, and the word after each of them.
+      length: int32 (), number of words before the padding, at most W * T.
     """
 
     def __init__(
         self, name: str, tokens: np.ndarray, vocabulary: Sequence[str], options: StreamOptions
     ) -> None:
-        """Cuts the text, see `TrainingStreams`."""
+        """Cuts the text `tokens`, int32 (n,); raises a UserError for more streams than targets."""
         check_options(options)
         total, count = len(tokens) - 1, options.eval_streams
         if total < count:

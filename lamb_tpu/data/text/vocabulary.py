@@ -40,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "Vocabulary":
-        """Reads a `vocab.txt`; raises UserError like the constructor, and if the file is missing."""
+        """Reads a `vocab.txt`; raises UserError as the constructor does, or if the file is unreadable."""
         try:
             text = reading.read_text(path, max_bytes=reading.MAX_SETTINGS_BYTES)
         except (OSError, ValueError) as error:

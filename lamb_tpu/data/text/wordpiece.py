@@ -14,7 +14,7 @@ _MAX_WORDS = 2**20  # distinct words held before their characters are counted, t
 
 
 def make_tokenizer(vocabulary: Vocabulary, cased: bool) -> Tokenizer:
-    """Returns a tokenizer that splits like the original BERT code and adds no special tokens.
+    """Returns a tokenizer that splits text as the original BERT code does; adds no special tokens.
 
     As in the original, the text `[MASK]` is split into punctuation and a word. Unless `cased`, case
     and accents are removed.
@@ -42,13 +42,13 @@ def train_segments(
 ) -> Vocabulary:
     """Trains a vocabulary of at most `size` tokens: special tokens, characters, then longer tokens.
 
-    The trainer of `tokenizers` numbers characters, and chooses among tokens of equal count, in an
-    order that differs between runs. To make the vocabulary a function of the text, the trainer is
-    given the characters in a fixed order.
+    By default, the trainer of `tokenizers` numbers characters differently in each run, and it chooses
+    differently among tokens of equal count. To make the vocabulary a function of the text, the
+    trainer is given the characters in a fixed order.
 
     `read`, which yields the text in segments, is called twice. The tokenizer must have the special
-    tokens; training changes it. Raises a UserError with `key`, the name of `size`, if the size is too
-    small.
+    tokens; training changes the tokenizer. Raises a UserError with `key`, the name of `size`, if
+    `size` is too small.
     """
     given = [*SPECIAL_TOKENS, *_characters(read(), tokenizer)]
     if len(given) > size:
@@ -66,7 +66,7 @@ def train_segments(
 
 
 def _characters(parts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """Returns a text's most frequent characters, then those within words, prefixed with `##`."""
+    """Returns a text's most frequent characters, then those within words with the prefix `##`."""
     words, frequencies, within = Counter[str](), Counter[str](), set[str]()
 
     # Splits each distinct word once.

@@ -63,9 +63,9 @@ def bilinear(pixels: np.ndarray, size: int) -> np.ndarray:
 
 
 def bicubic(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Resizes like TensorFlow 1, to float64 (size, size, 3), with Keys' cubic kernel (a = -0.75).
+    """Resizes as TensorFlow 1 does, to float64 (size, size, 3): Keys' cubic kernel with a = -0.75.
 
-    Result pixel i is at i * length / size; beyond the image its edge pixels are repeated.
+    Result pixel i is at i * length / size; beyond an edge of the image, the edge pixels are repeated.
     """
 
     def weight(distance: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def test_skipped_files_are_noted(folder: pathlib.Path, capsys: pytest.CaptureFix
 
 
 def test_names_with_control_characters(folder: pathlib.Path) -> None:
-    """A file name can neither forge a line nor control the terminal."""
+    """A file name can neither forge a line of output nor control the terminal."""
     odd = "\x1b]0;owned\x07\r\x9b2J\u202eb\nbad\tforged"
     (folder / "train" / f"c{odd}").mkdir()
     for name in (f"1{odd}.jpg", "2.jpg", os.fsdecode(b"3\xff.jpg")):

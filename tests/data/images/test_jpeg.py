@@ -208,7 +208,7 @@ def test_the_first_image_of_an_animation(format: str) -> None:
 
 
 def test_damaged_webp_and_bitmaps_are_bad_images() -> None:
-    """Truncated files raise BadImage; other damage raises BadImage with a reason or no error."""
+    """Truncated files raise BadImage; other damage raises BadImage with a reason, or is not noticed."""
     rng = np.random.default_rng(0)
     for kind in ("webp", "bmp"):
         entire = encode(smooth(24, 31), kind)
@@ -236,7 +236,7 @@ def test_orientation_and_trailing_data_are_ignored() -> None:
 
 @pytest.mark.parametrize("kind", ["grey", "grey and alpha", "colour"])
 def test_upper_eight_of_16_bits_are_used(kind: str) -> None:
-    """Follows TensorFlow's decode_png for each kind; Pillow would clip grey images."""
+    """PNGs of 16 bits are decoded as by TensorFlow's decode_png; Pillow would clip grey images."""
     channels = {"grey": 1, "grey and alpha": 2, "colour": 3}[kind]
     values = np.random.default_rng(0).integers(0, 2**16, (40, 50, channels), np.uint16)
     values[0, :3, 0] = 0, 255, 65_535
@@ -387,7 +387,7 @@ def test_limit_above_pillows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_thumbnail(pixels: np.ndarray) -> bytes:
-    """Returns a JPEG whose header contains another JPEG, with its own end marker."""
+    """Returns a JPEG whose header contains a second JPEG with an end marker."""
     inner = b"Exif\0\0" + encode(smooth(16, 16))
     segment = b"\xff\xe1" + (len(inner) + 2).to_bytes(2, "big") + inner
     content = encode(pixels)

@@ -1,4 +1,4 @@
-"""The operations of the policies compared with Pillow, or with explicit formulas."""
+"""The operations of the policies, compared with Pillow or with explicit formulas."""
 
 import math
 from collections.abc import Callable

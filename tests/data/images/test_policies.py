@@ -57,7 +57,7 @@ def published() -> list[list[tuple[str, float, int]]]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
-    """Records names and arguments of operations instead of applying them."""
+    """Records the names and arguments of operations, which then do not change the image."""
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
     def watched(name: str) -> Any:

@@ -149,7 +149,7 @@ def test_pad_moves_by_up_to_four_pixels() -> None:
 
 
 def test_inception_crops_the_image() -> None:
-    """The image's colours encode the position: red the column, green the row."""
+    """In the test image, red encodes a pixel's column and green encodes its row."""
     rows, columns = np.mgrid[0:100, 0:100]
     pixels = np.stack([columns * 2, rows * 2, np.zeros((100, 100))], -1).astype(np.uint8)
     record = Record(encode(pixels, "png"), 0)
@@ -167,7 +167,7 @@ def test_inception_crops_the_image() -> None:
 
 
 def test_box_of_the_full_image_becomes_the_centre() -> None:
-    """The TPU code's rule: a box of the full image counts as a failure."""
+    """In the TPU code, a box of the full image counts as a failed draw."""
     square = Record(encode(smooth(60, 60), "png"), 0)
     actual = images(make([square], min_area=1.0, flip=False), np.zeros(30, int), np.arange(30))
     for image in actual:

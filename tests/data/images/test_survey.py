@@ -1,4 +1,4 @@
-"""Surveys of folders of images."""
+"""Surveys of folders of images: splits, classes, image sizes, the holdout, and errors."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""A prepared folder of random token ids, without a tokenizer."""
+"""Writing of a prepared folder from token ids, without a tokenizer."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ def write_folder(
     num_shards: int = 1,
     vocabulary_size: int = 64,
 ) -> None:
-    """Writes documents of sentences of ids; every fourth token in the vocabulary begins with `##`."""
+    """Writes documents, which are lists of sentences of ids; every fourth token begins with `##`."""
     folder.mkdir(exist_ok=True)
     made_up = [
         f"{'##' if number % 4 == 3 else ''}w{number}" for number in range(5, vocabulary_size)

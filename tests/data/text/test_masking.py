@@ -1,4 +1,4 @@
-"""Masking, compared with BERT's loop in plain Python; frequencies of masks and replacements."""
+"""Masking: equal to BERT's loop in plain Python; frequencies of masks and replacements."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ PAD, CLS, SEP, MASK, SIZE = 0, 1, 2, 3, 1000
 
 
 def made_up(num_examples: int, length: int, seed: int, two: bool = True) -> dict:
-    """Makes examples [CLS] A [SEP] (B [SEP]) [PAD] ... of random tokens and words."""
+    """Makes examples [CLS] A [SEP] (B [SEP]) [PAD] ... with random tokens and starts of words."""
     rng = np.random.default_rng(seed)
     ids = np.zeros((num_examples, length), np.int32)
     is_text = np.zeros(ids.shape, bool)

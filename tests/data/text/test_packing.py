@@ -1,4 +1,4 @@
-"""Packing, compared with BERT's loops in plain Python; probabilities of the random choices."""
+"""Packing: equal to BERT's loops in plain Python; probabilities of the random choices."""
 
 import random
 
@@ -29,7 +29,7 @@ def bounds(documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
 def plain_pairs(
     documents: list[Document], max_tokens: int, seed: int, copy: int, short: float
 ) -> list[tuple[list[int], list[int], bool]]:
-    """BERT's `create_instances_from_document`, with a separate target for each example."""
+    """BERT's `create_instances_from_document`, with a separate target length for each example."""
     examples, firsts = [], np.cumsum([0, *map(len, documents)])
     for number, document in enumerate(documents):
         i = 0
@@ -76,7 +76,7 @@ def plain_pairs(
 
 
 def coins(word: np.uint64, count: int) -> int:
-    """Counts the ones among `count` bits: 64 from each word hashed from `word`, high bits first."""
+    """Counts the ones among `count` bits: 64 from each hash of `word`, high bits first."""
     heads = 0
     for number in range(-(-count // 64)):
         bits = format(int(hashing.words(number, word)), "064b")

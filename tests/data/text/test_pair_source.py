@@ -1,4 +1,4 @@
-"""Pairs as padded batches of similar length."""
+"""Sentence pairs as a data set: fields, batches of similar length, and errors."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Preparation of parallel text: reproducible files, and no incomplete folder."""
+"""Preparation of parallel text: reproducible files, interruptions, and damaged folders."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Preparation: output that depends neither on processes nor on interruptions; user errors."""
+"""Preparation: the output depends on neither processes nor interruptions; user errors."""
 
 import hashlib
 import json

@@ -17,7 +17,7 @@ from tests.shared import shared
 
 
 def all_documents(content: str, rule: str) -> list[list[str]]:
-    """Returns the documents of a text, by regular expressions on the full text."""
+    """Returns the documents of a text, split by regular expressions on the full text."""
     blank = r"(?:\A|^)[^\S\n]*\n"
     if rule == "file":
         blocks = [content]

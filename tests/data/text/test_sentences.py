@@ -1,4 +1,4 @@
-"""Splitting into sentences, compared with lines split by hand; no text is lost."""
+"""Tests that lines are split into sentences as by hand, and that no text is lost."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Shards: reading back, in memory or by record, and errors that name the damage."""
+"""Shards: ids that are read back, in memory or by record, and errors that name the damage."""
 
 import json
 import math

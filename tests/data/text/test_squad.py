@@ -1,4 +1,4 @@
-"""SQuAD: reading; windows, compared with `run_squad.py`; mapping of answers to tokens and back."""
+"""SQuAD: files, windows as in `run_squad.py`, and the mapping of answers to tokens and back."""
 
 import json
 import math
@@ -293,7 +293,7 @@ def test_a_context_without_end_is_rejected(tiny: Vocabulary) -> None:
     ],
 )
 def test_wrong_types(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
-    """Without the check, null became 'None', which an evaluation scored silently."""
+    """Without the check, an answer of null would become the text 'None', which would be scored."""
     item = {"id": "q", "question": "who", "answers": [{"text": "c", "answer_start": 0}]} | change
     context = item.pop("context", "c")
     path = tmp_path / "squad.json"

@@ -1,4 +1,4 @@
-"""Streams: the words in each row of a batch; an evaluation predicts every word but the first once."""
+"""Streams: the rows of training batches; evaluations predict each word but the first exactly once."""
 
 import doctest
 import itertools

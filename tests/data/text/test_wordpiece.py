@@ -1,4 +1,4 @@
-"""WordPiece: equals the algorithm in plain Python; vocabularies are reproducible."""
+"""WordPiece: the same tokens as the algorithm in plain Python, and reproducible vocabularies."""
 
 import subprocess
 import sys
