@@ -27,7 +27,7 @@ _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 
 
 def relay(source: BinaryIO, target: BinaryIO) -> None:
-    """Copies lines to the end, and shortens the output of an abort that another process caused."""
+    """Copies all lines of `source`, but shortens the output of an abort that another process caused."""
     held: list[bytes] = []  # lines of JAX's log; written at the end if there was no abort
     fatal: list[bytes] = []  # lines since the abort
     reported = False
