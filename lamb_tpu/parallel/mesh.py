@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def abstract_mesh(shape: Mapping[str, int], num_devices: int) -> AbstractMesh:
-    """Returns the axes and sizes of the mesh of `make_mesh`, with its errors, but without devices."""
+    """Returns the axes and sizes of the mesh that `make_mesh` makes; rejects invalid axes and sizes."""
     sizes = _sizes(shape, num_devices)
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
     return AbstractMesh(

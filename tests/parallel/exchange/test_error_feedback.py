@@ -22,7 +22,7 @@ def flat(tree) -> np.ndarray:
 
 
 def summed(vectors) -> np.ndarray:
-    """Returns one vector of the sums over devices of vectors (devices, n)."""
+    """Sums each of `vectors`, (devices, n), over devices, and concatenates the sums."""
     return np.concatenate([np.float64(x).sum(0) for x in vectors])
 
 
