@@ -36,9 +36,8 @@ class Group(NamedTuple):
 def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
     """Raises a UserError in every process if `values` differ between them; all processes must call it.
 
-    Waits for the slowest process. If a process ends before it calls this function, JAX ends the
-    others. The message names the first key that differs, such as 'config.seed', and ends with
-    `remedy(key)`.
+    Waits for the slowest process. If a process has ended, JAX ends the others. The message names
+    the first key that differs, such as 'config.seed', and ends with `remedy(key)`.
     """
     index, count = distributed.index_and_count()
     if count == 1:

@@ -58,7 +58,7 @@ _meetings = itertools.count()
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with the flags; if it joins processes, also `relay_stderr` and `follow_notices`."""
+    """Calls `initialize` with the flags and, if it joins processes, `relay_stderr` and `follow_notices`."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
@@ -299,7 +299,7 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
 
 
 def _give_up(address: str, index: int, count: int, seconds: int) -> None:
-    """Ends the process with a message while its main thread waits in JAX, which would abort."""
+    """Ends the process with a message while its main thread waits in JAX, before JAX aborts it."""
     proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
     print(
         f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "

@@ -2,8 +2,8 @@
 
     python -I -S lamb_tpu/cluster/relay.py < PIPE
 
-If another process is killed, stopped or disconnected, JAX's coordination service aborts this one
-from a C++ thread, with pages of logs and stacks that the process itself cannot suppress. This filter
+If another process is killed, stopped or disconnected, JAX's coordination service aborts this process
+from a C++ thread, with pages of logs and stacks that this process cannot suppress. The filter
 holds these pages back, and passes all other output through at once. It imports nothing from the
 project, so that it starts fast.
 """
