@@ -383,7 +383,7 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for a save in progress; if it failed, raises in this process only, unlike `wait`."""
+        """Waits for a save in progress; if the save failed, raises a UserError in this process only."""
         with self._resources:
             try:
                 if self._saving is not None and self._background.error is None:

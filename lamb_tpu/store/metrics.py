@@ -236,7 +236,7 @@ class _TensorBoard:
 def read_records(
     path: pathlib.Path, kind: str | None = None, keys: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Reads the records of a JSON-lines file; if `kind` is given, only a metrics.jsonl's records of it.
+    """Reads the records of a JSON-lines file; `kind` selects the records of one kind in a metrics.jsonl.
 
     Skips an incomplete last line, which a killed run may leave. Rejects records of this kind that
     lack one of the `keys`.
@@ -279,7 +279,7 @@ def _read_lines(
 
 
 def parse_line(line: str, where: str) -> dict[str, Any]:
-    """Parses a line of a JSON-lines file; `where`, such as 'line 3 of FILE', names it in messages."""
+    """Parses a line of a JSON-lines file; messages name the line as `where`, such as 'line 3 of FILE'."""
     try:
         record = reading.parse_json(line)
     except ValueError:

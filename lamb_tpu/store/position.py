@@ -15,7 +15,7 @@ class Position:
       unlogged: metrics of the updates since the last record, as sums and weights.
       eval_due: whether this update must still be evaluated, for example after an interruption.
       seconds: total time of training, evaluation and saving so far, in seconds.
-      startup: total time so far between the start or a resumption and the first update after it.
+      startup: total time from each start or resumption to the first update after it, in seconds.
       starts: how often the run has been started or resumed so far.
       total_steps: updates of the complete run, as known at this update; None in older checkpoints.
       records: number of records in metrics.jsonl, by kind; empty in older checkpoints.

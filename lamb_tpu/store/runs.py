@@ -73,7 +73,7 @@ def examples_at(
 
 
 def read(workdir: str | os.PathLike[str], key: str = "--workdir") -> RunFiles:
-    """Reads the folder of a run; rejects a folder of several phases. The flag `key` gave the folder."""
+    """Reads the folder of a run; rejects a folder of several phases. `key` is the flag, for messages."""
     folder = Workdir(workdir, key)
     if buckets.is_remote(folder.path):
         buckets.check(folder.path, key)

@@ -47,7 +47,7 @@ class Workdir:
     Attributes:
       config: path of config.json, the resolved config.
       run: path of run.jsonl, with the versions, hardware and command of each start that trained.
-      init: path of init.json, which names the source of the initial weights unless they are random.
+      init: path of init.json, with the source of the initial weights; missing if they were random.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
