@@ -1,4 +1,4 @@
-"""Wall time of a run, also if the run is resumed."""
+"""Wall time of a run, summed over its start and its resumptions."""
 
 import time
 

@@ -5,7 +5,7 @@ pandas and SciPy, while logging takes a few lines. A submission needs further li
 submitter can provide, such as `submission_org`, `submission_platform` and `cache_clear`.
 
 If the target is reached, `run_stop` has the status 'success' and is the last line, even if the run
-continues. If the run ends or is preempted before, the last line is `run_stop` with the status
+continues. If the run ends or is preempted before it reaches the target, `run_stop` has the status
 'aborted'. `first_epoch_num` counts epochs from 1.
 
 References: mlcommons/logging, mllog/constants.py and compliance_checker/training_*/common.yaml;

@@ -180,7 +180,7 @@ class Observers:
 
     @contextlib.contextmanager
     def watching(self, start: Start) -> Iterator[None]:
-        """Calls `started` on each observer and, on exit, `ended` on the started ones, in reverse order."""
+        """Calls `started` on each observer; on exit, calls `ended` on these observers in reverse order."""
         with contextlib.ExitStack() as stack:
             for observer in self._all:
                 observer.started(start)

@@ -23,8 +23,8 @@ class Target(Observer):
     """Records the first evaluation that reaches the target.
 
     Attributes:
-      reached: `step`, `epoch`, `value` of the metric, and `Clock.times` until then; None before the
-        target is reached.
+      reached: a dict of `step`, `epoch`, the metric's `value`, and `Clock.times` at the evaluation
+        that reached the target; None before the target is reached.
     """
 
     name = "target"

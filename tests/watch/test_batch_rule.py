@@ -64,7 +64,7 @@ def pair(grad_sq: float, trace: float) -> dict[str, tuple[float, float]]:
 
 
 def test_the_noise_scale_averages_all_updates() -> None:
-    """The averages of numerator and denominator include the updates after which no batch is chosen."""
+    """The averages of numerator and denominator also include updates after which there is no decision."""
     of = recipe("noise_scale", interval=2, decay=0.5)
     rule = observer(of)
     rule.fetched([(1, pair(1.0, 20.0)), (2, pair(2.0, 100.0))])

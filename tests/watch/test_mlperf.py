@@ -102,7 +102,7 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
 
 
 def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempts all evaluations but the last; a run polls before each update and each evaluation batch."""
+    """Preempts all evaluations but the last; runs poll for signals before each update and eval batch."""
     settings = config(eval__every="4 steps")
     for poll in (4 + 2, 3 + 4 + 2):
         with monkeypatch.context() as patch:
