@@ -167,8 +167,8 @@ class ChangingStep(Microbatched):
 
         In this order, the programs compute the weights of a microbatch, add `together` microbatches
         to the total, apply the total, and take per-example gradients. The first is None if no weight
-        depends on examples, and the last if the statistics have no per-example gradients. With
-        `together=1` no loop has an unknown number of iterations.
+        depends on examples; the last is None if the statistics have no per-example gradients. With
+        `together=1`, no loop has an unknown number of iterations.
         """
         weights: Any = jax.eval_shape(self._weigh, self.microbatch) if self._weigh else {}
         total, some = jax.eval_shape(self.zeros), [self.microbatch] * together

@@ -33,7 +33,7 @@ _masks: list[jax.Array] = []
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(DGC):
-    """DGC with given indices of first samples, which stores its masks in `_masks`.
+    """DGC that takes the indices of first samples from `starts`, and stores its masks in `_masks`.
 
     Attributes:
       starts: pairs (index of a leaf, indices of its first samples as (updates, workers)).

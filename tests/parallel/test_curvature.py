@@ -1,4 +1,4 @@
-"""Compares the local Lipschitz estimate with explicit Hessians, and on eight devices with one device."""
+"""Compares the local Lipschitz estimate with explicit Hessians, and results on 8 devices with 1 device."""
 
 import functools
 from typing import Any

@@ -49,8 +49,8 @@ def lowered(
 ) -> tuple[jax.Array, jax.Array]:
     """Lowers a threshold until it selects enough values; also returns whether it selects too many.
 
-    Each threshold is 0.8 times the previous one, so all ten are known in advance, and one pass over
-    the values counts how many each selects. If even the tenth selects too few, it is returned.
+    Each lower threshold is 0.8 times the previous one, so all ten are known in advance, and one pass
+    over the values counts how many each selects. If even the tenth selects too few, it is returned.
     """
     too_few, too_many = _bounds(budget)
     thresholds = [threshold]

@@ -215,7 +215,7 @@ class EF21(Compressed):
 
 @dataclasses.dataclass(frozen=True)
 class EControl(Compressed):
-    """EF21 that adds a fraction of the error to the difference before it is compressed.
+    """EF21 that adds a fraction of the error to the difference before compression.
 
     Attributes:
       eta: the fraction of the error that is added before compression; 0: the results are EF21's.

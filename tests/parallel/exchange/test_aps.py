@@ -96,11 +96,9 @@ def test_four_bits_by_hand() -> None:
     """Compares a sum in a format of four bits with the same sum by hand.
 
     Four times the largest gradient is 12, below 2^4. The format's largest value is 2^3, so the scale
-    is 1/2.
-
-    The values 3, 1, -2, 0.25 become 1.5, 0.5, -1 and 0.125, and are rounded to 2 (1.5 is a tie and
-    rounds up), 0.5, -1 and 0 (0.125 is a tie, half of the smallest value). The partial sums are 2, 2
-    (rounded from 2.5), 1 and 1. Scaled back, the result is 2.
+    is 1/2. The values 3, 1, -2, 0.25 become 1.5, 0.5, -1 and 0.125, and are rounded to 2 (1.5 is a
+    tie and rounds up), 0.5, -1 and 0 (0.125 is a tie, half of the smallest value). The partial sums
+    are 2, 2 (rounded from 2.5), 1 and 1. Scaled back, the result is 2.
     """
     grads = {"x": np.float32([[3], [1], [-2], [0.25]])}
     np.testing.assert_array_equal(reduced(grads, 4, **FOUR_BITS)["x"], np.full((4, 1), 2.0))

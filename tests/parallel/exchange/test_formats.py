@@ -46,7 +46,7 @@ def test_range_of_known_formats(name: str) -> None:
 
 
 def test_four_bits() -> None:
-    """A format with 3 exponent bits has bias 3, exponents -2 to 3, and no value between 0 and 2^-2."""
+    """With 3 exponent bits and no mantissa bits: bias 3, exponents -2 to 3, nothing between 0 and 2^-2."""
     fmt = Format(3, 0)
     assert (fmt.bits, fmt.largest_exponent, fmt.smallest_normal, fmt.step) == (4, 3, 0.25, 0.25)
 
