@@ -18,9 +18,9 @@ NAME = "tests.parallel.exchange.spread:Spread"
 class Spread(Exchange):
     """Sums gradients; after `start` updates, each device withholds an amount until the next update.
 
-    The amounts sum to zero over devices. So the sums are right only if each device gets its own
-    residual back. In the residual, `split` accumulates the sums in chunks, and `whole` counts the
-    updates and has the total of all sums.
+    The amounts sum to zero over devices. So the sums are right only if each device gets its residual
+    back, not another device's. In the residual, `split` accumulates the sums in chunks, and `whole`
+    counts the updates and has the total of all sums.
     """
 
     axes: tuple[str, ...]
