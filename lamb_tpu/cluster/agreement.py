@@ -34,9 +34,9 @@ class Group(NamedTuple):
 
 
 def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
-    """Raises a UserError in every process if `values` differ; all processes must call it.
+    """Raises a UserError in every process if `values` differ between them; all processes must call it.
 
-    Waits for the slowest process. If a process ends instead, JAX ends the others. The message names
+    Waits for the slowest process. If a process has ended, JAX ends the others. The message names
     the first key that differs, such as 'config.seed', and ends with `remedy(key)`.
     """
     index, count = distributed.index_and_count()
@@ -76,7 +76,7 @@ def compare(values: Mapping[str, str], remedy: Callable[[str], str]) -> None:
 
 
 def sentence(groups: Sequence[Group], remedy: Callable[[str], str]) -> str:
-    """Returns a message about the first key in which groups differ; process 0 is in the first group."""
+    """Returns a message about the first key, in the order of the first group, whose values differ."""
     keys = dict.fromkeys(key for group in groups for key in group.values)
     different = [key for key in keys if len({group.values.get(key) for group in groups}) > 1]
     key, *others = different
@@ -114,7 +114,7 @@ def _short(value: str) -> str:
 
 
 def _get(key: str) -> str:
-    """Waits for a key of the coordination service."""
+    """Waits until a key of the coordination service is set, and returns its value."""
     while True:
         try:
             return distributed.client().blocking_key_value_get(key, _REQUEST_SECONDS * 1000)

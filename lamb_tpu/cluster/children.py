@@ -1,6 +1,6 @@
 """Child processes that end with their parent, even if the parent is killed.
 
-All code that starts a process uses this module, so that no process is left behind.
+Code that starts a process uses this module, so that no process is left behind.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def follow_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Sends this process the signal `number` when its parent ends; on SIGTERM, a run saves.
+    """Makes this process get the signal `number` when its parent ends; on SIGTERM, a run saves.
 
     On Linux, the kernel sends the signal when the thread that started this process ends. Elsewhere,
-    a thread checks the parent twice a second. `parent` is the parent's process id, which must be
-    read before this process is started.
+    a thread checks twice a second whether the parent has ended. `parent` is the parent's process
+    id, which must be read before this process is started.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, int(number))
@@ -41,7 +41,7 @@ def _poll(parent: int, number: int) -> None:
 
 
 def following(number: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """Returns a `preexec_fn` for `subprocess.Popen`: the child gets a signal when this process ends.
+    """Returns a `preexec_fn` for `Popen`: the child gets the signal `number` when this process ends.
 
     Returns None except on Linux: elsewhere, an arbitrary program cannot be tied to its parent.
     """
@@ -55,7 +55,7 @@ def following(number: int = signal.SIGKILL) -> Callable[[], None] | None:
 def default_signals() -> Iterator[None]:
     """Lets SIGINT, SIGTERM and SIGHUP end the process at once during the block.
 
-    Use it around long library calls, during which Python runs no signal handlers. Ignored signals,
+    Use this around long library calls, during which Python runs no signal handlers. Ignored signals,
     such as SIGHUP under nohup, stay ignored.
     """
     before = {}

@@ -14,13 +14,13 @@ _FORCED = "xla_force_host_platform_device_count"
 
 
 def make_from_flags() -> None:
-    """Simulates --cpu-devices devices, by default JAX_NUM_CPU_DEVICES or 1; see `make`."""
+    """Calls `make` with the value of --cpu-devices; without this flag, keeps JAX's number of devices."""
     if flags.FLAGS.cpu_devices is not None:
         make(flags.FLAGS.cpu_devices)
 
 
 def ensure(count: int) -> None:
-    """Simulates `count` devices, unless an earlier call did; see `make`."""
+    """Simulates `count` devices, unless JAX is already set to this number; see `make`."""
     if count != jax.config.jax_num_cpu_devices:  # type: ignore[attr-defined]
         make(count)
 

@@ -58,7 +58,7 @@ _meetings = itertools.count()
 
 
 def initialize_from_flags() -> None:
-    """Calls `initialize` with the process flags; in a joined run, filters stderr and follows notices."""
+    """Calls `initialize` with the flags and, if it joins processes, `relay_stderr` and `follow_notices`."""
     values = flags.FLAGS
     initialize(values.coordinator_address, values.num_processes, values.process_id)
     if jax.distributed.is_initialized():
@@ -77,7 +77,7 @@ def initialize(
     """Joins the processes of this run; call before anything uses JAX's devices.
 
     Missing values come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then
-    from JAX's detection of clusters: a TPU VM's metadata, SLURM, Open MPI. Has no effect if no
+    from JAX's cluster detection (on a TPU VM, or under SLURM or Open MPI). Has no effect if no
     cluster is detected, or if the run has only one process.
 
     Afterwards SIGTERM no longer ends the process. JAX treats it as a preemption notice, which
@@ -87,14 +87,14 @@ def initialize(
       coordinator_address: HOST:PORT at which process 0 listens.
       num_processes: number of processes of the run, at least 1.
       process_id: id of this process, 0 to `num_processes - 1`.
-      initialization_seconds: time to wait for all processes.
-      heartbeat_seconds: time without a heartbeat from a process after which all others end.
-      shutdown_seconds: time that the first process to end waits for the last.
+      initialization_seconds: time to wait until all processes have joined.
+      heartbeat_seconds: if a process sends no heartbeat for this time, all others end.
+      shutdown_seconds: time that the first process to end waits for the last to end.
 
     Raises:
       UserError: a value is missing or out of range, process 0 cannot listen, or this process
-        cannot reach it. If other processes do not arrive, this process ends with a message and
-        status 2.
+        cannot reach process 0. If other processes do not join in time, this process ends with a
+        message and status 2.
     """
     if jax.distributed.is_initialized():
         return
@@ -146,7 +146,7 @@ def _leave_when_aborted() -> None:
     """Turns JAX's abort after the loss of another process into an exit with `signals.LOST_PEER`.
 
     JAX aborts from a C++ thread, where Python cannot handle the signal. Therefore the handler of
-    SIGABRT is the C library's `_exit`, which uses the signal's number as the status.
+    SIGABRT is the C library's `_exit`, which takes the signal's number as the exit status.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -161,7 +161,7 @@ def announce_end() -> None:
 
 
 def follow_notices() -> threading.Thread:
-    """Starts a thread that calls the handler of SIGTERM once any process was asked to end.
+    """Starts a thread that calls the handler of SIGTERM once any process has been asked to end.
 
     JAX's handler of SIGTERM only records the signal in the coordination service, which a run polls
     between updates; the thread is for the time before the first update. The thread ends before the
@@ -201,7 +201,7 @@ def meet() -> None:
 
 
 def _first(value: int | None, *variables: str) -> int | None:
-    """Returns the value; if it is None, the first environment variable that is set."""
+    """Returns `value`; if it is None, the number in the first of `variables` that is set, or None."""
     if value is not None:
         return value
     for name in variables:
@@ -217,7 +217,7 @@ def _first(value: int | None, *variables: str) -> int | None:
 def _detect(
     address: str | None, count: int | None, index: int | None, seconds: int
 ) -> tuple[str | None, int | None, int | None]:
-    """Fills in missing values by JAX's cluster detection."""
+    """Returns the values; fills in missing ones with JAX's cluster detection."""
     # JAX has no public function that detects a cluster without joining it.
     from jax._src.clusters import ClusterEnv
 
@@ -239,7 +239,7 @@ def _detect(
 
 
 def _check(address: str | None, count: int | None, index: int | None) -> tuple[str, int, int]:
-    """Returns the three values; rejects missing and wrong ones."""
+    """Returns the three values; raises a UserError if a value is missing or invalid."""
     values = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if count is not None and count < 1:
         raise out_of_range("--num-processes", count, "at least 1")
@@ -265,7 +265,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _check_port(address: str) -> None:
-    """Rejects a port on which another program listens: gRPC would share it, even between runs."""
+    """Rejects a port on which another program listens: gRPC would let two runs share the port."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run may have just ended
@@ -281,7 +281,7 @@ def _check_port(address: str) -> None:
 
 
 def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], float]) -> None:
-    """Waits until process 0 listens."""
+    """Waits until process 0 listens; raises a UserError when no time is `left`."""
     while True:
         try:
             # Limit each attempt to 5 seconds, because a host that drops packets never answers.
@@ -299,7 +299,7 @@ def _wait_for_port(address: str, who: str, seconds: int, left: Callable[[], floa
 
 
 def _give_up(address: str, index: int, count: int, seconds: int) -> None:
-    """Ends the process with a message while its main thread waits in JAX, which would abort."""
+    """Ends the process with a message while its main thread waits in JAX, before JAX aborts it."""
     proxies = [name for name in os.environ if re.fullmatch("(?i)(grpc|https?)_proxy", name)]
     print(
         f"error: process {index} of {count} has waited {seconds} s for all processes to meet at "
@@ -335,7 +335,7 @@ def agree(error: UserError | None) -> None:
 
 
 def of_all(error: UserError) -> UserError:
-    """Marks an error that every process raises now, so that `leave` lets them end together."""
+    """Returns `error`, and notes that every process raises it, so that `leave` ends all together."""
     global _leaves_with_all
     _leaves_with_all = True
     return error
@@ -343,7 +343,7 @@ def of_all(error: UserError) -> UserError:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises a UserError from the block in every process; all processes must enter the block."""
+    """Raises a UserError in every process if the block raises one in any; all must enter the block."""
     failure: UserError | None = None
     try:
         yield
@@ -377,8 +377,8 @@ def leave(status: int, together: bool = False) -> NoReturn:
 
     At an ordinary exit, a process would wait for the others, which wait for it in a collective
     operation, and would then be aborted instead of ending with `status`. If all processes end for
-    the same reason (`together`), they briefly wait here for each other. They cannot use `sys.exit`
-    either, because threads of a failed save may still wait for each other.
+    the same reason (`together`), they briefly wait here for each other. Even then, `sys.exit` is
+    not possible, because threads of a failed save may still wait for each other.
     """
     if not jax.distributed.is_initialized():
         sys.exit(status)
@@ -417,7 +417,7 @@ def index_and_count() -> tuple[int, int]:
 
 
 class Watchdog:
-    """Ends the process if `progress` is not called within a limit in seconds; 0: no limit.
+    """Ends the process if `progress` is not called within `limit_seconds`; 0 means no limit.
 
     The coordination service detects a process that is dead or stopped. A process that hangs on a
     file system or a lock counts as alive, and the others would wait forever. The limit includes

@@ -56,7 +56,7 @@ class Preemption:
         return self
 
     def begin(self) -> None:
-        """From now on, handles signals at the next poll; all processes must call it.
+        """Makes polls handle signals from now on; all processes must call it.
 
         Call it before the first update. Processes wait here for each other, because a process that
         has begun could not end together with a process that has not.

@@ -2,8 +2,8 @@
 
     python -I -S lamb_tpu/cluster/relay.py < PIPE
 
-If another process is killed, stopped or disconnected, JAX's coordination service aborts this one
-from a C++ thread, with pages of logs and stacks that the process itself cannot suppress. This filter
+If another process is killed, stopped or disconnected, JAX's coordination service aborts this process
+from a C++ thread, with pages of logs and stacks that this process cannot suppress. The filter
 holds these pages back, and passes all other output through at once. It imports nothing from the
 project, so that it starts fast.
 """
@@ -27,7 +27,7 @@ _FATAL = re.compile(rb"F\d{4} .* client\.h:\d+\]")
 
 
 def relay(source: BinaryIO, target: BinaryIO) -> None:
-    """Copies lines to the end, and shortens the output of an abort that another process caused."""
+    """Copies all lines of `source`, but shortens the output of an abort that another process caused."""
     held: list[bytes] = []  # lines of JAX's log; written at the end if there was no abort
     fatal: list[bytes] = []  # lines since the abort
     reported = False

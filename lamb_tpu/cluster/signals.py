@@ -3,7 +3,7 @@
 Python calls signal handlers only in the main thread, between two bytecode instructions. Compiling a
 large model keeps the main thread in C++ for minutes, but a scheduler kills a process that has not
 ended half a minute after SIGTERM. Therefore a thread watches for signals. If nothing would be lost,
-it ends the process with the status of the handler.
+the thread ends the process with the exit status that the signal's handler would use.
 """
 
 import os
@@ -38,10 +38,10 @@ saving = threading.Event()
 class Watcher:
     """A thread that ends the process if the main thread does not handle a signal in time.
 
-    Use as a context manager in the main thread, and set the signal handlers inside the block; they
-    must set `ending`. The thread ignores signals with a handler that is not in `handlers`. It calls
-    `end` with the signal's number. If `end` is None, only a second signal ends the process, because
-    there is something to save.
+    Use as a context manager in the main thread, and set the signal handlers inside the block; the
+    handlers must set `ending`. The thread ignores signals whose handler is not in `handlers`. To
+    end the process, it calls `end` with the signal's number. If `end` is None, there is something
+    to save, so only a second signal ends the process.
     """
 
     def __init__(

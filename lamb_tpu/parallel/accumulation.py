@@ -57,7 +57,7 @@ def gradients(
     Returns:
       The gradient of these rows' share of the loss, this share, the new model state with the carried
       fields of all rows, and the metric sums. With several microbatches the gradient is in float32
-      or wider. Gradients and shares add up over devices.
+      or wider. Summed over devices, gradients and shares give the gradient and loss of the batch.
     """
     # Divide a term of weight 0 by infinity: the term and its gradient are then 0, not NaN.
     divisors = {term: jnp.where(weight > 0, weight, jnp.inf) for term, weight in weights.items()}

@@ -87,7 +87,7 @@ class JitBackend:
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapBackend:
-    """The step calls its collectives, inside shard_map over the batch axes of the mesh."""
+    """The step calls the collectives explicitly, inside shard_map over the batch axes of the mesh."""
 
     layout: Layout  # splits parameters and moments over no mesh axis other than the state axis
     exchange: ShardedExchange

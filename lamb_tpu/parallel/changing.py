@@ -1,9 +1,9 @@
-"""The training step for batches with any number of equal microbatches; a new number compiles nothing.
+"""The training step for batches of any number of equal microbatches, without compiling for each number.
 
 The batch size is a multiple of the granularity, which is the number of rows of one microbatch over
 all devices. The multiple may differ from update to update. Two programs are compiled: one adds the
 gradients of microbatches to a running total, the other applies the total. The host calls the first
-program once for each microbatch, and on a CPU once for up to `TOGETHER` microbatches.
+program for each microbatch, or on a CPU for each group of at most `TOGETHER` microbatches.
 
 If the weights of a task depend on the examples, such as the number of masked words, a third program
 first computes the weights of each microbatch, because the loss is divided by their sum before the
@@ -81,7 +81,7 @@ class ChangingStep(Microbatched):
 
     @functools.cached_property
     def _update(self) -> Callable[[step.Stage], jax.stages.Wrapped]:
-        """Function from a stage to the program that applies the total."""
+        """Function that takes a stage and returns the stage's program that applies the total."""
 
         def of_stage(stage: step.Stage) -> jax.stages.Wrapped:
             return self._jit(
@@ -113,7 +113,7 @@ class ChangingStep(Microbatched):
 
         Args:
           state: the train state, whose buffers are donated.
-          microbatches: the batch; each microbatch has the shapes of the class's `microbatch`.
+          microbatches: the batch; each microbatch has the shapes of the attribute `microbatch`.
           rate: the learning rate, ignored without `optimizer_at`.
           per_example: whether to measure per-example gradients, if the statistics include them.
           update: number of completed updates, which determines the stage.
@@ -167,8 +167,8 @@ class ChangingStep(Microbatched):
 
         In this order, the programs compute the weights of a microbatch, add `together` microbatches
         to the total, apply the total, and take per-example gradients. The first is None if no weight
-        depends on examples, and the last if the statistics have no per-example gradients. With
-        `together=1` no loop has an unknown number of iterations.
+        depends on examples; the last is None if the statistics have no per-example gradients. With
+        `together=1`, no loop has an unknown number of iterations.
         """
         weights: Any = jax.eval_shape(self._weigh, self.microbatch) if self._weigh else {}
         total, some = jax.eval_shape(self.zeros), [self.microbatch] * together

@@ -54,7 +54,7 @@ def reduce_scatter(
     reduce-scatter over an entire slice into an all-reduce.
 
     Args:
-      leaves: arrays, the same shapes on each device.
+      leaves: arrays with the same shapes on each device.
       axes: for each array, the axis along which it is split; n divides the axis's length.
       name: the mesh axis, of size n.
       dtype: see `all_reduce`.
@@ -103,12 +103,12 @@ def _scatter(packed: jax.Array, name: str, parts: int) -> jax.Array:
 
 
 def _near(size: int) -> int:
-    """Returns the largest divisor up to the square root of a size; 1 for a prime number."""
+    """Returns the largest divisor of `size` that is at most the square root of `size`."""
     return max(k for k in range(1, math.isqrt(size) + 1) if size % k == 0)
 
 
 def _runs(near: int, far: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns groups of `near` neighbours, and for each index in a group, the devices that have it."""
+    """Returns groups of `near` neighbours, and for each index in a group, the devices with this index."""
     runs = [[run * near + place for place in range(near)] for run in range(far)]
     return runs, [list(places) for places in zip(*runs)]
 
@@ -150,9 +150,9 @@ def gather_rows(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     Devices that differ only along the last of the axes are consecutive.
 
     The all-gather over an axis of more than 16 devices takes two phases, like `reduce_scatter` and
-    for the same reason; together the phases send as much as one phase. Among more than 8 devices
-    rows are padded to a multiple of 128: the TPU compiler turns other gathers into all-reduces,
-    which send twice as much.
+    for the same reason; together the phases send as much as one phase. With more than 8 devices,
+    rows are padded to a multiple of 128: otherwise the TPU compiler would turn the gather into an
+    all-reduce, which sends twice as much.
     """
     length = row.size
     if math.prod(lax.axis_size(name) for name in axes) > _FEW_DEVICES:

@@ -16,7 +16,7 @@ _OPTIONS_OF_CPU = {
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
     """Returns the argument `compiler_options` of `jax.jit` for programs over a mesh.
 
-    It is None for devices other than CPUs, and if this version of XLA lacks the option.
+    Returns None for devices other than CPUs, or if this version of XLA lacks the option.
     """
     device = mesh.devices.flat[0]
     return dict(_OPTIONS_OF_CPU) if device.platform == "cpu" and _are_known(device) else None

@@ -1,7 +1,7 @@
 """Components of the train state in addition to parameters, model state and optimizer state.
 
 A component defines its initial value, the shardings of its arrays and how an update changes it. The
-step and the checkpoints treat all components alike. To add a component, write a class here and add
+step and the checkpoints treat all components equally. To add a component, write a class here and add
 it to the list that `lamb_tpu.run.build` makes.
 """
 
@@ -27,8 +27,8 @@ RESIDUAL = "residual"
 class Update:
     """An update of the parameters, as a component sees it.
 
-    If `finite` is False, the update is skipped, and the component's method `skipped` returns its new
-    value.
+    If `finite` is False, the update is skipped, and the component's method `skipped` returns the
+    component's new value.
     """
 
     step: jax.Array  # number of updates completed before this update, int32 scalar
@@ -60,8 +60,8 @@ class StateComponent(Protocol):
     def skipped(self, before: Any, after: Any) -> Any:
         """Returns the component after a skipped update; by default its value before the update.
 
-        By default counts also get their value before the update, because the count of an average
-        must match the average. `after` is what `updated` returned; its arrays may hold NaN.
+        The default also restores counts, because the count of an average must match the average.
+        `after` is what `updated` returned; its arrays may hold NaN.
         """
         return before
 
@@ -169,8 +169,8 @@ class Carry(StateComponent):
     A skipped update restores the state, so that the next window of the stream continues from the
     state before the skipped window.
 
-    The arrays are `value`, float32 (rows, *shape), and `example`, int32 (rows,), which has the index
-    within the batch of the example in each row. With several microbatches the order of the rows
+    The arrays are `value`, float32 (rows, *shape), and `example`, int32 (rows,), which has for each
+    row the index of its example in the batch. With several microbatches the order of the rows
     depends on the number of devices, see `rows.microbatch_order`, so a run that resumes on a
     different number of devices first reorders the rows. No two devices hold the same row, so there
     are no copies to compare.

@@ -58,7 +58,7 @@ class Statistics:
         return self.per_example > 0 and (step + 1) % self.interval == 0
 
     def next_due(self, step: int) -> int:
-        """Returns the smallest number of completed updates, from `step` on, for which `is_due`."""
+        """Returns the smallest number of completed updates, at least `step`, for which `is_due` is true."""
         return step + -(step + 1) % self.interval
 
 
@@ -132,8 +132,8 @@ class MicrobatchStatistics:
     ) -> tuple[Sums, dict[str, Any]]:
         """Returns the metrics of an update, and extra arguments of the optimizer's update.
 
-        The only such argument is `halves`, the mean gradients of both halves, if
-        `Statistics.to_optimizer`.
+        The only such argument is `halves`, the mean gradients of the two halves of the batch; it
+        exists if `Statistics.to_optimizer` is True.
 
         Args:
           shares: sums over the microbatches of what the method `shares` returned.
@@ -179,7 +179,7 @@ class MicrobatchStatistics:
     def _pair(
         self, names: tuple[str, str], squares: jax.Array, whole: jax.Array, parts: jax.Array
     ) -> dict[str, Any]:
-        """Returns the unbiased pair of estimates; unmeasured if there is only one part.
+        """Returns the two unbiased estimates as metrics, which are (0, 0) if there is only one part.
 
         `squares` is the sum of the shares' squared norms, and `whole` the squared norm of the full
         gradient.

@@ -28,8 +28,8 @@ def make_mesh(
     the data axis spans them, so its collectives cross the slower network between slices.
 
     Args:
-      shape: size of the axis 'data' and, if they are not 1, of 'fsdp' (which splits the batch and
-        the state), 'model' and 'sequence'. One size may be -1 for the remaining devices. The mesh
+      shape: sizes of the axes 'data' (required), 'fsdp' (which splits the batch and the state),
+        'model' and 'sequence' (1 by default). One size may be -1 for the remaining devices. The mesh
         omits axes of size 1 other than 'data'.
       devices: devices of the mesh; None: all.
       group_replicas: number of devices that share one group of BatchNorm. If it is above 1 and the
@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def abstract_mesh(shape: Mapping[str, int], num_devices: int) -> AbstractMesh:
-    """Returns the axes and sizes of the mesh of `make_mesh`, with its errors, but without devices."""
+    """Returns the axes and sizes of the mesh that `make_mesh` makes; rejects invalid axes and sizes."""
     sizes = _sizes(shape, num_devices)
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == DATA_AXIS)
     return AbstractMesh(
@@ -133,6 +133,6 @@ def stacked_sharding(mesh: Mesh, updates: int) -> NamedSharding:
 
 
 def check_divides(key: str, size: int, parts: int, of: str) -> None:
-    """Raises UserError for `key` unless `size` examples divide into `parts`, such as 'the 8 devices'."""
+    """Raises UserError for `key` unless `parts` divides `size`; `of` names `parts`: 'the 8 devices'."""
     if size % parts:
         raise not_divisible(key, size, parts, of)

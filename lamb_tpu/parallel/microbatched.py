@@ -53,7 +53,7 @@ class Microbatched:
       state, microbatch: shapes, dtypes and shardings of the state and of a microbatch.
       parts, skip_nonfinite: see `update.make_update`.
       statistics: statistics of gradients, which become metrics of the update.
-      optimizer_at: function from a learning rate, a traced scalar, to the optimizer; the state of
+      optimizer_at: takes a learning rate, a traced scalar, and returns the optimizer; the state of
         this optimizer has the same structure as that of `tx`. None: `tx` has a schedule, and the
         rate that a call gets is ignored.
 
@@ -167,7 +167,7 @@ class Microbatched:
         return train_step
 
     def mapped(self, function: Callable[..., Any], args: Any, out: Any) -> Callable[..., Any]:
-        """Returns a function of global arrays, from a function of the arrays that the step sees."""
+        """Turns a function of the arrays that the step sees into a function of global arrays."""
         if not self.is_named:
             return step.in_mesh(self.mesh, function)
         # See `step.make_train_step` for check_vma.
@@ -191,7 +191,7 @@ class Microbatched:
     def _gradients(
         self, state: TrainState, batch: Batch, weights: Any, index: jax.Array, count: jax.Array
     ) -> Gradients:
-        """Returns the share of a microbatch, with the moments of BatchNorm as the model state.
+        """Returns the gradients of one microbatch, with the moments of BatchNorm as the model state.
 
         Under shard_map all arrays except the moments have a leading axis of devices, of length 1.
         """

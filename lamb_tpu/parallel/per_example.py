@@ -100,7 +100,7 @@ def unmeasured() -> dict[str, Any]:
 
 
 def _chunks(rows: int, bytes_each: int, most: int) -> int:
-    """Returns the least number of equal chunks of at most `most` bytes, or else of one row each."""
+    """Returns the least number of equal chunks that have at most `most` bytes or a single row each."""
     return next(
         chunks
         for chunks in range(1, rows + 1)

@@ -15,9 +15,9 @@ from lamb_tpu.types import Batch, PyTree
 def is_batched(mesh: Mesh) -> bool:
     """Returns whether runs on the devices of a mesh are batched by `jax.vmap`.
 
-    On an accelerator they are: a single run would leave the device mostly idle, and with `jax.vmap`
-    one operation serves all runs. On a CPU the program has the operations of each run one after the
-    other: under `jax.vmap`, convolutions with separate weights for each run would become grouped
+    On an accelerator they are batched: a single run would leave the device mostly idle, and with
+    `jax.vmap` one operation serves all runs. On a CPU the program computes one run after the other:
+    under `jax.vmap`, convolutions with separate weights for each run would become grouped
     convolutions, which XLA computes slowly on a CPU (`experiments.bench.train_loop` has the times).
     """
     return mesh.devices.flat[0].platform != "cpu"
@@ -26,7 +26,7 @@ def is_batched(mesh: Mesh) -> bool:
 def side_by_side(
     update: Callable[..., tuple[TrainState, Sums]], batched: bool
 ) -> Callable[..., tuple[tuple[TrainState, ...], tuple[Sums, ...]]]:
-    """Returns `(states, batches, *held) -> (states, sums)`, with tuples of one item per run.
+    """Returns `(states, batches, *held) -> (states, sums)`; each tuple but `held` has an item per run.
 
     `update` is the function `(state, batch, *held) -> (state, sums)` for one run. All runs share
     `held`, the arrays of a data set on the devices. `batched` is the result of `is_batched`.

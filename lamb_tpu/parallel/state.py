@@ -86,7 +86,7 @@ def make_init(
       batch: arrays with the shapes and dtypes of a batch.
       parts: further components of the state.
       prng: random generator of the state's key. Initial weights are drawn with the key passed to
-        `init`, and with its generator.
+        `init`, and with the generator of that key.
     """
 
     def init(key: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:

@@ -18,9 +18,9 @@ def check_statistics(
     """Rejects a model that has batch statistics other than those of `models.norm.BatchNorm`.
 
     A layer such as Flax's `nn.BatchNorm` normalises with the statistics of the examples that it sees:
-    a device's shard inside shard_map, a microbatch under accumulation. The network's outputs
-    would then differ, and its running averages would cover only part of the batch. The loss is only
-    traced; nothing is computed.
+    a device's shard inside shard_map, a microbatch under accumulation. The outputs would differ from
+    those for the full batch, and the running averages would cover only part of the batch. The loss
+    is only traced; nothing is computed.
 
     Args:
       task: the learning problem.

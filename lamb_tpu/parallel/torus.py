@@ -18,11 +18,11 @@ LARGEST_RING = 16
 def order(devices: Sequence[jax.Device], replicas: int) -> list[jax.Device]:
     """Orders the devices of one slice so that each group of `replicas` devices is close together.
 
-    A group of up to 16 replicas is a segment of a path through the entire torus. The path goes from
+    A group of at most 16 replicas is a segment of a path through the entire torus. The path goes from
     neighbour to neighbour and visits the two cores of a chip consecutively. A larger group is a
     tile, as in the EfficientNet paper: the box with `replicas` devices that tiles the torus and has
-    the smallest sum of sides, on a flat torus the rectangle nearest to a square. Within a tile the
-    order is again a path.
+    the smallest sum of sides. On a flat torus, this is the rectangle nearest to a square. Within a
+    tile, consecutive devices are again neighbours.
 
     TPU devices have `coords`, the chip's (x, y, z), and `core_on_chip`. The order is unchanged if
     devices have no coordinates or do not fill a box.

@@ -31,7 +31,7 @@ Backend = backends.JitBackend | backends.ShardMapBackend
 
 
 class Gradients(NamedTuple):
-    """Results of the accumulation over a program's rows; the first four fields add up over devices."""
+    """Results of the accumulation over a program's rows; the first four fields are summed over devices."""
 
     grads: PyTree  # the gradient of these rows' share of the loss
     loss: jax.Array  # these rows' share of the loss

@@ -1,1 +1,1 @@
-"""Files of a run on disk: its folder, checkpoints with checksums, records."""
+"""Files of a run: its folder, its checkpoints with checksums, and its records."""

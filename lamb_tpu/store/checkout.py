@@ -24,13 +24,13 @@ _CODE = tuple(f":(top){folder}/*.{suffix}" for folder in _FOLDERS for suffix in 
 def commit() -> str | None:
     """Returns the commit of the package's code, with '+' if the code has changed; None if unknown.
 
-    Ignores measurement records; only code marks the tree as changed.
+    Only changed code counts; changed measurement records do not.
     """
     return _of_git() or _of_file(os.environ.get(VARIABLE)) or _archived()
 
 
 def stamp(path: pathlib.Path) -> str:
-    """Writes the commit and a digest of the code for a copy without git; returns the commit.
+    """Writes the commit and the code's digest to `path`, for a copy without git; returns the commit.
 
     Rejects code that has changed since the commit.
     """

@@ -32,12 +32,12 @@ _KEEP = ocp.training.preservation_policies
 
 
 class Checkpoints:
-    """The checkpoints of one workdir, named by completed updates.
+    """The checkpoints of one workdir, each named by its number of completed updates.
 
-    Saves are asynchronous: the state is copied off the devices, then threads write it while
+    Saves are asynchronous: the state is copied off the devices, then threads write the copy while
     training continues. A checkpoint gets its name only when all its files and their checksums are
-    written. `wait` waits for that; `failure` returns the error of a failed save. Use this class as
-    a context manager, or call `close`; both wait for a save in progress. If the folder cannot be
+    written. `wait` waits until then; `failure` returns the error of a failed save. Use this class
+    as a context manager, or call `close`; both wait for a save in progress. If the folder cannot be
     written, every process raises a UserError.
 
     Args:
@@ -46,7 +46,7 @@ class Checkpoints:
       report: called with a sentence when a damaged checkpoint is skipped.
       writes: False for a reader, which must not remove a checkpoint that a run is saving.
       keep_besides: called at each save with the update of each checkpoint; returns whether to keep
-        it even if it is not among the newest.
+        that checkpoint even if it is not among the newest.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Checkpoints:
     def try_out(self) -> None:
         """Writes a small file into the folder, to detect a bad disk before work is lost.
 
-        All processes must call it, and it raises in all of them.
+        All processes must call it. If the write fails in one, all processes raise a UserError.
         """
         with distributed.together():
             try:
@@ -159,7 +159,7 @@ class Checkpoints:
 
         Both arguments may be changed or donated as soon as the call returns. Existing checkpoints of this
         and later updates are removed first: the run skipped them as damaged when it resumed, and they
-        would count as the newest. Raises if this save or the previous one failed.
+        would count as the newest. Raises a UserError if this save or the previous save failed.
         """
         # Only one save runs at a time, and its error must be raised before the next save begins.
         self.wait()
@@ -189,7 +189,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits for a save in progress, and checks that its checkpoint is complete.
 
-        All processes must call it; a failed save raises in all of them.
+        All processes must call it. If the save failed, all processes raise a UserError.
         """
         if self._saving is not None:
             with distributed.together():
@@ -275,7 +275,7 @@ class Checkpoints:
         """Returns state and position of update `step`, with the shardings of `abstract_state`.
 
         `abstract_state` is a pytree of `jax.ShapeDtypeStruct`s with shardings, or a function that
-        returns such a pytree, given the checkpoint's `shapes`.
+        returns such a pytree and takes the result of `shapes` for this checkpoint.
         """
         return self._read(step, lambda: self._load(step, abstract_state))
 
@@ -307,7 +307,7 @@ class Checkpoints:
         """Reads some of the arrays of update `step`, with the shardings of `abstract`.
 
         `abstract` has some fields of the state, or some keys of dicts in these fields. Call `shapes`
-        first, because it checks the files.
+        first, because this method does not check the files.
         """
         context = ocp.Context()
         # Otherwise Orbax expects the complete structure of the state.
@@ -338,7 +338,7 @@ class Checkpoints:
         raise UserError(key, problem=f"cannot be read ({damage})")
 
     def _find_damage(self, step: int) -> str | None:
-        """Returns the damage that process 0 finds, or None; either all processes get None, or none does."""
+        """Returns a text in all processes if process 0 finds the checkpoint damaged, else None in all."""
         damage = None
         if jax.process_index() == 0:
             damage = checksums.find_damage(self.directory / str(step))
@@ -348,15 +348,15 @@ class Checkpoints:
         return (damage or "process 0 finds it damaged") if damaged else None
 
     def restore_latest(self, abstract_state: PyTree) -> tuple[Any, dict[str, Any]] | None:
-        """Returns the newest readable checkpoint, or None if there are no checkpoints.
+        """Returns state and position of the newest readable checkpoint; None if there are no checkpoints.
 
-        Reports a checkpoint that cannot be read, and tries the previous checkpoint. Raises a UserError if
-        none can be read.
+        Reports each checkpoint that cannot be read, and tries the previous checkpoint. Raises a
+        UserError if there are checkpoints, but none can be read.
         """
         return self._latest(lambda step: self._load(step, abstract_state))
 
     def latest_shapes(self) -> tuple[int, dict[str, Any]] | None:
-        """Returns the update of the newest readable checkpoint and its `shapes`, or None."""
+        """Returns update and `shapes` of the newest readable checkpoint; see `restore_latest`."""
         return self._latest(lambda step: (step, self._shapes(step)))
 
     def _latest(self, load: Callable[[int], T]) -> T | None:
@@ -383,7 +383,7 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for a save in progress; if it failed, raises in this process only, unlike `wait`."""
+        """Waits for a save in progress; if the save failed, raises a UserError in this process only."""
         with self._resources:
             try:
                 if self._saving is not None and self._background.error is None:

@@ -61,17 +61,17 @@ class MetricsWriter:
 
     Tables and plots are made from these records. Each has `step` (completed updates) and `kind`:
     'train', 'eval', 'layers', 'spike', 'target' (the first evaluation that reached the target, see
-    `lamb_tpu.watch.target`) or 'pictures' (counts of unusual and damaged images that the first
-    process has read in this start, see `lamb_tpu.data.images.tally`). A 'train' record covers the
-    updates since the previous 'train' record. Besides the metrics it has, if they are known:
+    `lamb_tpu.watch.target`) or 'pictures' (counts of unusual and damaged images that process 0 has
+    read since it started, see `lamb_tpu.data.images.tally`). A 'train' record covers the updates
+    since the previous 'train' record. Besides the metrics, it has these values, if they are known:
 
     - `examples_per_second`, `tokens_per_second` (padding counts as tokens) and `mfu`, the model
       FLOP/s utilisation (`lamb_tpu.cost.flops`) of all devices, 0 to 1. These exclude evaluation,
-      saving and the first update of a start, which includes compilation;
-    - `seconds` since the first update began, over all starts: training, evaluation and saving,
-      without start-up and compilation;
-    - `ratio_min`, `ratio_median`, `ratio_max`: trust ratios of the last update, over the adaptive
-      layers; the 'layers' record has the ratio of each layer;
+      saving, and the first update after a start or resumption, which includes compilation;
+    - `seconds`: total time of training, evaluation and saving since the run began, without start-up
+      and compilation;
+    - `ratio_min`, `ratio_median`, `ratio_max`: smallest, median and largest trust ratio of the
+      adaptive layers in the last update; the 'layers' record has the ratio of each layer;
     - `lipschitz`, see `lamb_tpu.parallel.curvature`;
     - statistics of gradients: `noise_scale` and `noise_scale_preconditioned` (from averages over
       all updates so far, see `lamb_tpu.watch.noise_scale`), and the means of `noise_scale/grad_sq`,
@@ -85,11 +85,11 @@ class MetricsWriter:
         was killed after its last checkpoint, are removed first.
       tensorboard: whether to write TensorBoard files too.
       enabled: if False, writes nothing; used in all processes but the first.
-      evaluated: False if the evaluation of `start_step` is still to come, so that its records are
-        removed too.
+      evaluated: False if the run will evaluate update `start_step` again, so that records of this
+        evaluation are removed too.
       failed: called once with a UserError when a file can no longer be written; if None, the error
         is raised.
-      expected: number of records up to `start_step`, by kind, see `Position.records`.
+      expected: number of records, by kind, when `start_step` was saved; see `Position.records`.
 
     Attributes:
       counts: number of records in the file, by kind; empty if `enabled` is False.
@@ -154,10 +154,10 @@ class MetricsWriter:
 
 
 class _TensorBoard:
-    """The TensorBoard file of one start.
+    """The TensorBoard file that one process writes.
 
-    Does not use the writer of tensorboardX: a full disk would end its thread with a traceback, and
-    the run would then wait for that thread forever.
+    Does not use the writer of tensorboardX: a full disk would end that writer's thread with a
+    traceback, and the run would then wait for the thread forever.
     """
 
     def __init__(
@@ -236,9 +236,9 @@ class _TensorBoard:
 def read_records(
     path: pathlib.Path, kind: str | None = None, keys: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Reads the records of a JSON-lines file; with `kind`, only those of this kind in a metrics.jsonl.
+    """Reads the records of a JSON-lines file; `kind` selects the records of one kind in a metrics.jsonl.
 
-    Skips an incomplete last line, which a killed run may leave. Rejects records of that kind that
+    Skips an incomplete last line, which a killed run may leave. Rejects records of this kind that
     lack one of the `keys`.
     """
     if kind is None:
@@ -254,7 +254,7 @@ def read_records(
 
 
 def read_receipts(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads a run.jsonl: versions and hardware of each start. Raises like `read_records`."""
+    """Reads a run.jsonl: versions and hardware at each start or resumption; see `read_records`."""
     return [receipt for _, receipt in _read_lines(path, schema.check_receipt)]
 
 
@@ -279,7 +279,7 @@ def _read_lines(
 
 
 def parse_line(line: str, where: str) -> dict[str, Any]:
-    """Parses a line of a JSON-lines file; messages name its number and file as `where`."""
+    """Parses a line of a JSON-lines file; messages name the line as `where`, such as 'line 3 of FILE'."""
     try:
         record = reading.parse_json(line)
     except ValueError:

@@ -13,11 +13,11 @@ class Position:
       loader: the data position, see `TrainLoader.state`.
       observers: states of the observers by name, see `watch.observer.Observer.state`.
       unlogged: metrics of the updates since the last record, as sums and weights.
-      eval_due: whether the evaluation of this update is still to be done, or was interrupted.
-      seconds: time of training, evaluation and saving, in seconds, over all starts.
-      startup: time before the first update of each start, in seconds, over all starts.
-      starts: number of starts of the run so far.
-      total_steps: updates of the full run, as known at this update; None in older checkpoints.
+      eval_due: whether this update must still be evaluated, for example after an interruption.
+      seconds: total time of training, evaluation and saving so far, in seconds.
+      startup: total time from each start or resumption to the first update after it, in seconds.
+      starts: how often the run has been started or resumed so far.
+      total_steps: updates of the complete run, as known at this update; None in older checkpoints.
       records: number of records in metrics.jsonl, by kind; empty in older checkpoints.
       end_reason: why the run ends early at this update, such as 'stopped at its target'.
     """

@@ -65,7 +65,7 @@ def _only_files(folder: pathlib.Path) -> bool:
 
 
 def _machine() -> str:
-    """Returns a name for this type of machine: its version of jaxlib and its instruction set.
+    """Returns a name for this type of machine, from its version of jaxlib and its instruction set.
 
     A run may be resumed on another machine, and a program with instructions that the CPU there
     lacks would crash the process.

@@ -26,7 +26,7 @@ class RunFiles(NamedTuple):
         return read_records(self.metrics, kind, keys)
 
     def receipt(self) -> dict[str, Any]:
-        """Returns versions and hardware of the last start; empty if they are missing."""
+        """Returns the versions and hardware of the run's last start; empty if run.jsonl lacks them."""
         starts = read_receipts(self.folder.run) if self.folder.run.exists() else []
         return starts[-1] if starts else {}
 
@@ -73,7 +73,7 @@ def examples_at(
 
 
 def read(workdir: str | os.PathLike[str], key: str = "--workdir") -> RunFiles:
-    """Reads the folder of a run, which the flag `key` names; rejects the folder of several phases."""
+    """Reads the folder of a run; rejects a folder of several phases. `key` is the flag, for messages."""
     folder = Workdir(workdir, key)
     if buckets.is_remote(folder.path):
         buckets.check(folder.path, key)

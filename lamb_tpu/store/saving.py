@@ -1,4 +1,4 @@
-"""A save in Orbax's threads: waits for its end, and detects a failure at once."""
+"""Waits for a save in Orbax's threads, and detects its failure at once."""
 
 import itertools
 import logging

@@ -50,7 +50,7 @@ class _Line(Struct):
 
 
 class _Receipt(Struct):
-    """A line of run.jsonl: versions and hardware of one start. Older files have fewer keys."""
+    """A line of run.jsonl: versions and hardware at one start or resumption; older files have fewer keys."""
 
     device: Text
     devices: Positive
@@ -91,7 +91,7 @@ def check_receipt(line: Any, where: str) -> None:
 
 
 def check_config(flat: Any, where: str, prefix: str = "") -> None:
-    """Checks a flattened config from the file `where`, in which its keys begin with `prefix`."""
+    """Checks a flattened config; messages name the file as `where` and add `prefix` to the keys."""
     check_each(flat, _Value, where, prefix)
     for key, wanted in _OF_CONFIG.items():
         if key in flat:

@@ -46,8 +46,8 @@ class Workdir:
 
     Attributes:
       config: path of config.json, the resolved config.
-      run: path of run.jsonl: versions, hardware and command, one line for each start that trained.
-      init: path of init.json, the source of the initial weights; no such file if they were random.
+      run: path of run.jsonl, with the versions, hardware and command of each start that trained.
+      init: path of init.json, with the source of the initial weights; missing if they were random.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str = "--workdir") -> None:
@@ -68,10 +68,10 @@ class Workdir:
     def check(
         self, config: Config, free_keys: tuple[str, ...] = FREE_KEYS, writes: bool = True
     ) -> None:
-        """Creates a missing folder, and rejects one that a run of this config may not use.
+        """Creates the folder if it is missing; rejects it if a run of this config may not use it.
 
-        The keys `free_keys` may differ from the config in the folder. Without `writes`, the folder may
-        be read-only.
+        The keys `free_keys` may differ from the config in the folder. If `writes` is False, a missing
+        folder is not created, and the folder may be read-only.
         """
         if self._in_bucket:
             buckets.check(self.path, self._key)
@@ -237,7 +237,7 @@ class Workdir:
         writing.replace(self.path / name, text)
 
     def check_text(self, source: Source) -> None:
-        """Rejects a resumed run if the vocabulary of a text has changed since the run began."""
+        """Rejects a resumed run if the vocabulary of `source` has changed since the run began."""
         if source.vocabulary is not None and (self.path / saved.VOCABULARY).exists():
             vocabulary, cased = saved.read(self.path)
             if (vocabulary.tokens, cased) != (source.vocabulary.tokens, source.cased):

@@ -12,7 +12,7 @@ from lamb_tpu.watch.observer import Observer, Start, Sums
 
 
 class BatchRule(Observer):
-    """Chooses batch sizes by a rule that needs statistics, and saves them in checkpoints.
+    """Chooses batch sizes with a rule that needs statistics, and saves the sizes in checkpoints.
 
     The statistics are replicated, so all processes make the same decision. A missing statistic, such
     as in a skipped update, reaches the rule as NaN. Each decision replaces the recipe in `current`.
@@ -69,7 +69,7 @@ class BatchRule(Observer):
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continues the saved path; for a rule without statistics, checks that the path is the same."""
+        """Continues the saved path of batch sizes; a rule without statistics must give the same path."""
         if self._path is not None and state is not None and self._current.value.decides:
             path = Path.from_segments(state["pieces"], self._path.total)
             self._current.follow(path)

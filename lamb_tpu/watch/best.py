@@ -9,12 +9,12 @@ from lamb_tpu.watch.observer import Observer
 
 
 class Best(Observer):
-    """Tracks the best evaluation by one metric, and keeps its checkpoint.
+    """Tracks which evaluation is the best by one metric, and keeps the checkpoint of that update.
 
-    Among equal evaluations the first is the best. The metric '' disables the observer.
+    Of equal evaluations, the first counts as the best. The metric '' disables the observer.
 
     Attributes:
-      step: completed updates at the best evaluation; None before the first.
+      step: completed updates at the best evaluation; None before the first evaluation.
       value: the metric at the best evaluation.
     """
 

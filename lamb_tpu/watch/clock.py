@@ -1,4 +1,4 @@
-"""Wall time of a run, summed over its starts."""
+"""Wall time of a run, summed over its start and its resumptions."""
 
 import time
 
@@ -8,9 +8,9 @@ from lamb_tpu.store.position import Position
 class Clock:
     """Measures the time of training, evaluation and saving and, separately, the time of start-up.
 
-    Neither time includes the pause between two starts, or updates that were lost because a start was
-    killed before it saved them. `position` is stored in the checkpoint from which this
-    start resumes, and `began` is the value of `time.monotonic()` when this start began.
+    Each resumption of a run counts as another start. Neither time includes the pauses between
+    starts, or updates that were not saved before their process was killed. `position` comes from
+    the checkpoint that is resumed; `began` is `time.monotonic()` when this start began.
     """
 
     def __init__(self, position: Position, began: float) -> None:

@@ -86,7 +86,7 @@ def make_desync_check(abstract: PyTree, mesh: Mesh) -> Callable[[Any, int], None
 
 
 class Desync(Observer):
-    """Compares copies of the train state before each save and every `config.guards.desync_every`."""
+    """Compares copies of the train state before each save, and at intervals of `guards.desync_every`."""
 
     def __init__(self, run: Run, current: CurrentRecipe) -> None:
         self._current = current
@@ -150,7 +150,7 @@ def _num_copies(spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def _by_shard(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray:
-    """Reshapes one value per device, (devices,), to (shards, copies of the shard)."""
+    """Reshapes an array of one value per device, (devices,), to (shards, copies of the shard)."""
     sharded = [mesh.axis_names.index(axis) for axis in _axes(spec)]
     # Move the sharded axes to the front: a row is a shard, and its columns are the copies.
     cube = np.moveaxis(column.reshape(mesh.devices.shape), sharded, range(len(sharded)))
@@ -158,7 +158,7 @@ def _by_shard(column: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> np.ndarray
 
 
 def _who(values: np.ndarray, devices: np.ndarray) -> str:
-    """Describes the devices that differ from the majority or, without a majority, two groups."""
+    """Describes the devices that differ from the majority; without a majority, describes two groups."""
     minority: list[jax.Device] = []
     undecided: list[str] = []
     for shard, holders in zip(values, devices, strict=True):

@@ -14,7 +14,7 @@ _WINDOW, _ENOUGH = 100, 20
 
 
 class Diverged(UserError):
-    """The loss, the gradient or the parameters are no longer finite."""
+    """A loss, a norm, a gradient or an evaluation metric is not finite."""
 
 
 class SpikeDetector:
@@ -94,7 +94,7 @@ class Guards(Observer):
         self.skipped = int(start.state.skipped)
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
-        """Checks updates; a skipped update has the metric `skipped` as (1, 1).
+        """Checks the metrics of updates; a skipped update has the sum and weight (1, 1) as `skipped`.
 
         Raises:
           Diverged: a metric is not finite, or too many updates were skipped.
@@ -118,7 +118,7 @@ class Guards(Observer):
                 )
 
     def recorded(self, record: Record) -> None:
-        """Replaces the mean of `skipped` by the count over the whole run."""
+        """Replaces the mean of `skipped` by the number of updates that the run has skipped so far."""
         if "skipped" in record.values:
             record.values["skipped"] = self.skipped
 

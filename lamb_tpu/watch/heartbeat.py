@@ -13,9 +13,9 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Heartbeat(Observer):
-    """Prints lines with the process, host, update, updates per second, and resident memory.
+    """Prints at intervals a line with the process, host, update, updates per second and resident memory.
 
-    If `every_seconds` is 0, there are no lines.
+    If `every_seconds` is 0, prints nothing.
     """
 
     def __init__(self, every_seconds: float) -> None:

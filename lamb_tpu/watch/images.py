@@ -8,7 +8,7 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Images(Observer):
-    """Reports the counts when a start ends, and also records them when the run is complete."""
+    """Reports the counts when the run is preempted or complete; a complete run also records them."""
 
     def __init__(self, run: Run, report: Callable[[str], None]) -> None:
         self._run, self._report = run, report

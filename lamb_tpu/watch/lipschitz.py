@@ -18,9 +18,9 @@ from lamb_tpu.watch.observer import Observer, Record
 class Lipschitz(Observer):
     """Adds the estimate `lipschitz` to every record, see `parallel.curvature.lipschitz`.
 
-    The estimate always uses the same examples, the first in the run's order, so that runs with
-    different batch sizes are compared on the same loss. It does not change the training. It is
-    computed in the context `paused(step, reason)`, so its time does not count as time of updates.
+    The estimate always uses the examples on which the run trains first, so that runs with different
+    batch sizes are compared on the same loss. The estimate does not change the training. Its time,
+    spent in the context `paused(step, reason)`, does not count as time of updates.
     """
 
     def __init__(

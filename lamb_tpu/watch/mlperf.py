@@ -5,8 +5,8 @@ pandas and SciPy, while logging takes a few lines. A submission needs further li
 submitter can provide, such as `submission_org`, `submission_platform` and `cache_clear`.
 
 If the target is reached, `run_stop` has the status 'success' and is the last line, even if the run
-continues. Otherwise each start ends with a `run_stop` of the status 'aborted', unless it is killed.
-`first_epoch_num` counts epochs from 1.
+continues. If the run ends or is preempted before it reaches the target, `run_stop` has the status
+'aborted'. `first_epoch_num` counts epochs from 1.
 
 References: mlcommons/logging, mllog/constants.py and compliance_checker/training_*/common.yaml;
 mlcommons/training_policies, training_rules.adoc ("Run Results", "Hyperparameters").
@@ -66,7 +66,7 @@ def hyperparameters(run: Run) -> dict[str, Any]:
     """Returns the hyperparameters of a run under MLPerf's names.
 
     Learning rates are scaled to the batch size. An optimizer that MLPerf does not know is logged
-    under our name, with only its weight decay.
+    under its name in lamb_tpu, with only its weight decay.
     """
     spec, recipe, schedule = run.spec, run.recipe, run.spec.schedule
     arguments = dict(run.optimizer.arguments)
@@ -104,7 +104,7 @@ def hyperparameters(run: Run) -> dict[str, Any]:
 
 
 class MLPerfLog(Observer):
-    """In the first process, appends the lines of one start until the target is reached.
+    """In process 0, appends lines to mlperf.log until the target is reached.
 
     MLPerf calls every target metric `eval_accuracy`.
     """
@@ -149,7 +149,7 @@ class MLPerfLog(Observer):
 
     @contextlib.contextmanager
     def paused(self, step: int, reason: str) -> Iterator[None]:
-        """Writes the beginning and the end of an evaluation, which also ends the block."""
+        """Writes the end of the block, and the beginning and end of an evaluation."""
         if reason != "evaluation":
             if self._file is not None:
                 self._file.flush()  # before a save: a resumed run does not repeat these lines

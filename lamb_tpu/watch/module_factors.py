@@ -9,7 +9,7 @@ from lamb_tpu.watch.observer import Observer, Record
 
 
 class ModuleFactors(Observer):
-    """Adds `agvm/<module>` to every record: the factor of that module's newest update."""
+    """Adds `agvm/<module>` to every record: the module's learning-rate factor in the newest update."""
 
     def __init__(self, optimizer: Component) -> None:
         fields = optimizer.fields.get("agvm")

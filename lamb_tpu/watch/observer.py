@@ -21,7 +21,7 @@ _P = ParamSpec("_P")
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A start of a run: everything is compiled, and the first update is about to begin.
+    """The start or resumption of a run: everything is compiled, and the next update is about to begin.
 
     Attributes:
       step: completed updates.
@@ -44,7 +44,7 @@ class Start:
 
 @dataclasses.dataclass
 class Record:
-    """A record of the updates since the last record; observers add values to it.
+    """A record of the updates since the previous record; observers add values to it.
 
     Attributes:
       step: completed updates.
@@ -82,12 +82,12 @@ class Observer:
         """Rejects a config that names an unknown metric; `names` are the evaluation's metrics."""
 
     def started(self, start: Start) -> None:
-        """Called once, before the first update of a start."""
+        """Called once when the run starts or resumes, before the first update."""
 
     def ends_call(self, step: int) -> bool:
         """Returns whether `updated` must be called after update `step`, counted from 1.
 
-        One call of the compiled step may make several updates; it then ends at this update.
+        One call of the compiled step may make several updates; if True, the call ends at this update.
         """
         return False
 
@@ -97,8 +97,8 @@ class Observer:
     def updated(self, step: int, state: TrainState) -> None:
         """Called when a call of the compiled step has been dispatched; `step` is its last update.
 
-        The devices may still be computing. Only the first update of a start, which has a separate
-        call, is complete at this time.
+        The devices may still be computing. Only the first update after a start or resumption, which
+        has a separate call, is complete at this time.
         """
 
     def fetched(self, updates: Iterable[tuple[int, Sums]]) -> None:
@@ -121,10 +121,10 @@ class Observer:
         """Called when the run is complete."""
 
     def preempted(self, step: int) -> None:
-        """Called after a signal has ended the start and everything is saved."""
+        """Called after a signal has ended the run and everything is saved."""
 
     def ended(self) -> None:
-        """Called last, however the start ended."""
+        """Called last, whether the run is complete, was preempted or failed."""
 
     def summary(self) -> str:
         """Returns the observer's text for the last line of a run; '' for none."""
@@ -145,7 +145,7 @@ class Observer:
 def _each(
     hook: Callable[Concatenate[Observer, _P], None],
 ) -> Callable[Concatenate["Observers", _P], None]:
-    """Makes a method that calls a hook of every observer, in their order."""
+    """Makes a method that calls a hook of every observer, in the order of the observers."""
 
     def call(self: "Observers", *args: _P.args, **kwargs: _P.kwargs) -> None:
         for overridden in self._hooks[hook.__name__]:
@@ -155,7 +155,7 @@ def _each(
 
 
 class Observers:
-    """Calls the hooks of a run's observers, in their order."""
+    """Calls the hooks of a run's observers, in the order of `observers`."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = list(observers)
@@ -180,7 +180,7 @@ class Observers:
 
     @contextlib.contextmanager
     def watching(self, start: Start) -> Iterator[None]:
-        """Calls `started` on each observer and, on exit, `ended` on the started ones, in reverse order."""
+        """Calls `started` on each observer; on exit, calls `ended` on these observers in reverse order."""
         with contextlib.ExitStack() as stack:
             for observer in self._all:
                 observer.started(start)

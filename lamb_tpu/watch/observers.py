@@ -34,7 +34,7 @@ def make_observers(
     Args:
       run: the run.
       current: the run's recipe, with the batch sizes decided so far.
-      progress: the observer that also prints lines for the others.
+      progress: the observer that shows the progress, and prints lines for the other observers.
       profile: number of updates to profile; 0 profiles nothing.
     """
     spec, report = run.spec, progress.message

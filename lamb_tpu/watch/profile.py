@@ -1,4 +1,4 @@
-"""A JAX profile of the first updates of a start, for XProf and Perfetto: `train --profile=N`."""
+"""A JAX profile of some updates, for XProf and Perfetto: `train --profile=N`."""
 
 import contextlib
 import pathlib
@@ -14,11 +14,11 @@ from lamb_tpu.watch.observer import Observer, Start
 
 
 class Profile(Observer):
-    """Profiles updates of a start, except the first, which also loads the compiled step.
+    """Profiles `updates` updates after the first in this process, which also loads the compiled step.
 
-    Process 0 profiles its devices and host into WORKDIR/profile/plugins/profile/TIME. The profile
-    includes evaluations and saves between the profiled updates. Time in the context
-    `paused(step, reason)` does not count as time of updates.
+    Process 0 profiles its devices and its host, and writes WORKDIR/profile/plugins/profile/TIME. The
+    profile includes evaluations and saves between the profiled updates. It is started and written in
+    the context `paused(step, reason)`, so that this time does not count as time of updates.
     """
 
     def __init__(

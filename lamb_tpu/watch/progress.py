@@ -49,7 +49,7 @@ class RunProgress(Observer):
     """Shows the progress of a run in updates, with the rate and the time left.
 
     If the batch changes, the bar counts examples, because updates take different times. The rate is
-    the mean over this start from its second update on, including evaluations and saves.
+    the mean since the first update in this process, including evaluations and saves.
 
     Args:
       label: text before the bar.
@@ -58,7 +58,7 @@ class RunProgress(Observer):
       quiet: whether to print only the bar on a terminal, and warnings.
       tokens: tokens in an update of the base batch, including padding; 0 shows the rate in examples.
       prefix: text before each message, to distinguish concurrent runs.
-      beside: the progress of a concurrent run, whose bar and progress lines stand for both; or None.
+      beside: the RunProgress of a concurrent run that shows progress for both runs; or None.
     """
 
     def __init__(

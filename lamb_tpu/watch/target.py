@@ -1,12 +1,12 @@
 """Time to a target: the first evaluation that reaches it, and the time until then.
 
 MLPerf compares training runs by this time; `watch.clock` describes the times of a run. MLPerf's
-clock may not be paused, so only runs with a single start are comparable with its results.
+clock may not be paused, so only runs that were never resumed are comparable with MLPerf's results.
 
-A resumed run must have the same metric, value and mode: the first evaluation to reach another
-target may precede the checkpoint, and its time would be unknown. `stop` may change, because it
-does not affect the results: with `config.target.stop=False`, a run that has stopped at its target
-continues.
+A resumed run must have the same metric, value and mode. Otherwise, an evaluation before the
+checkpoint could already have reached the new target, at an unknown time. `stop` may change, because
+it does not affect the results: with `config.target.stop=False`, a run that has stopped at its
+target continues.
 """
 
 import math
@@ -23,8 +23,8 @@ class Target(Observer):
     """Records the first evaluation that reaches the target.
 
     Attributes:
-      reached: `step`, `epoch`, `value` of the metric, and `Clock.times` until then; None before the
-        target is reached.
+      reached: a dict of `step`, `epoch`, the metric's `value`, and `Clock.times` at the evaluation
+        that reached the target; None before the target is reached.
     """
 
     name = "target"

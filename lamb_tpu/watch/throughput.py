@@ -9,7 +9,7 @@ from lamb_tpu.watch.observer import Observer, Record, Start
 
 
 class Throughput(Observer):
-    """Measures rates since the last record, excluding a start's first update, evaluations and saves.
+    """Measures rates since the previous record, without evaluations, saves and a process's first update.
 
     Args:
       amounts: name of each rate -> the amount in one update of the base batch.
@@ -31,7 +31,7 @@ class Throughput(Observer):
             self._since = (step, time.monotonic())
 
     def recorded(self, record: Record) -> None:
-        """Adds the rates since the last record; none if no update was timed."""
+        """Adds the rates since the previous record; adds none if no update was timed."""
         if self._since is None:
             return
         first, began = self._since

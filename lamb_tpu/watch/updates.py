@@ -17,7 +17,7 @@ _IN_FLIGHT = 2
 
 
 class Updates:
-    """Collects metrics since the last record; `unlogged` has those that no record contains yet."""
+    """Collects the metrics of updates; `unlogged` has the fetched metrics that no record contains yet."""
 
     def __init__(self, unlogged: Iterable[Sums] = ()) -> None:
         self._in_flight: collections.deque[Any] = collections.deque()
@@ -25,7 +25,7 @@ class Updates:
         self.unlogged: list[Any] = list(unlogged)
 
     def add(self, step: int, metrics: tasks.Sums, count: int = 1) -> None:
-        """Adds the metrics of a call of the step, and waits for an earlier call.
+        """Adds the metrics of one call of the compiled step, and waits for an earlier call.
 
         `step` is the first update of the call, counted from 1. If the call made several updates, its
         metrics have a leading axis (count,).
@@ -37,7 +37,7 @@ class Updates:
             jax.block_until_ready(self._in_flight.popleft())
 
     def wait(self) -> None:
-        """Waits for every update."""
+        """Waits until the devices have completed all added updates."""
         jax.block_until_ready(list(self._in_flight))
 
     def fetch(self) -> list[tuple[int, Sums]]:
@@ -58,7 +58,7 @@ class Updates:
         return fetched
 
     def take(self) -> tuple[int, dict[str, float]]:
-        """Returns the number of updates and the means over them, and resets both."""
+        """Returns the number of unlogged updates and their mean metrics; then clears `unlogged`."""
         count, means = len(self.unlogged), mean_metrics(self.unlogged)
         self.unlogged = []
         return count, means

@@ -86,7 +86,7 @@ class Store:
     ],
 )
 def test_exchange(monkeypatch: pytest.MonkeyPatch, values: tuple[dict[str, str], ...]) -> None:
-    """Equal processes send only digests; otherwise, all raise the same error."""
+    """Processes with equal settings send only digests; if settings differ, all raise the same error."""
     store, local = Store(), threading.local()
     monkeypatch.setattr(distributed, "client", lambda: store)
     monkeypatch.setattr(distributed, "index_and_count", lambda: (local.index, len(values)))

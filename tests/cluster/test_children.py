@@ -1,4 +1,4 @@
-"""Tests that children end with their parent, and that a signal ends a library call at once."""
+"""Tests that child processes end with their parent, and that a signal ends a library call at once."""
 
 import signal
 import subprocess

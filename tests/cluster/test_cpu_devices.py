@@ -26,7 +26,7 @@ def test_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_enough(
     count: int, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces JAX's setting, because this process has already created its devices."""
+    """Records the change of JAX's setting without making it: this process already has its devices."""
     made: dict[str, int] = {}
     monkeypatch.setattr(jax.config, "update", made.__setitem__)
     monkeypatch.delenv("XLA_FLAGS", raising=False)

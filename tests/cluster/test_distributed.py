@@ -1,4 +1,4 @@
-"""Tests joining the processes of a run: detected and rejected settings, and how a process leaves."""
+"""Tests how processes join and leave a run, and which settings are detected or rejected."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Replaces jax.distributed.initialize, and returns a list of the arguments of each call."""
+    """Replaces jax.distributed.initialize, and returns a list that gets the arguments of each call."""
     calls = []
 
     def record(address: str, count: int, index: int, **others: Any) -> None:

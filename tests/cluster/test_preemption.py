@@ -112,7 +112,7 @@ def test_second_notice_ends_the_process_at_once(first: str, second: str) -> None
 
 
 def test_second_ctrl_c_ends_a_main_thread_that_is_deaf() -> None:
-    """A library call simulates compilation: Python runs no signal handlers during it."""
+    """The test simulates a compilation with a library call, during which Python runs no signal handlers."""
     done = run(
         "def send():",
         "    for _ in range(2):",

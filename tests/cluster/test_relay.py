@@ -102,7 +102,7 @@ def test_lines_pass_at_once_and_signals_do_not_end_it() -> None:
 
 @pytest.mark.long
 def test_stopped_process(tmp_path: pathlib.Path) -> None:
-    """Even without the launcher, one sentence is written; JAX would write 45 lines."""
+    """Even without the launcher, the other process writes one sentence; JAX would write 45 lines."""
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": "1",

@@ -65,7 +65,7 @@ def test_one_host_is_a_run_of_one_process(metadata: dict[str, str]) -> None:
 
 
 def test_slices_of_a_queued_resource(metadata: dict[str, str]) -> None:
-    """Process 0 is the first host of the first slice, where the coordinator is."""
+    """Process 0 and the coordinator are on the first host of the first slice."""
     metadata |= {
         "agent-worker-number": "1",
         "worker-network-endpoints": "10.0.0.3,10.0.0.4",

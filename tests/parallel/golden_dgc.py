@@ -33,7 +33,7 @@ _masks: list[jax.Array] = []
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(DGC):
-    """DGC with given indices of first samples, which stores its masks in `_masks`.
+    """DGC that takes the indices of first samples from `starts`, and stores its masks in `_masks`.
 
     Attributes:
       starts: pairs (index of a leaf, indices of its first samples as (updates, workers)).
@@ -158,8 +158,8 @@ def _epochs(exchange: DGC, epochs: Any, ratios: np.ndarray) -> list[int]:
 
     Args:
       exchange: an exchange with one update per epoch of the warm-up.
-      epochs: a list with the epoch of each update. Any other value does not determine the epochs, and
-        they are found from the recorded ratios.
+      epochs: a list with the epoch of each update. If it is not a list, the epochs are determined
+        from the recorded ratios.
       ratios: the recorded ratio of each update. If neither the current nor a later epoch has this
         ratio, the epoch does not advance, so the test fails.
     """
@@ -178,10 +178,10 @@ def _epochs(exchange: DGC, epochs: Any, ratios: np.ndarray) -> list[int]:
 def _starts(
     exchange: DGC, ratios: np.ndarray, sizes: Mapping[str, int], log: list[int]
 ) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
-    """Returns the logged starts of each matrix with a sampled threshold, see `Recorded.starts`.
+    """Returns the logged first samples of each matrix with a sampled threshold, see `Recorded.starts`.
 
-    In the log of an update, one worker follows the other, each with its matrices in the order of
-    `sizes`.
+    The log of an update lists one worker after the other, and for each worker the matrices in the
+    order of `sizes`.
     """
     actual = {name: np.zeros((len(ratios), exchange.num_devices), int) for name in sizes}
     draws = iter(log)
@@ -203,7 +203,7 @@ def _starts(
 def _exchanged(
     exchange: Recorded, grads: dict[str, jax.Array], residual: Residual
 ) -> tuple[dict[str, jax.Array], Residual, list[jax.Array]]:
-    """Returns the exchange's result for the workers' mean gradient, their residuals, and their masks."""
+    """Returns the exchange's result for the mean gradient, and the workers' residuals and masks."""
 
     def reduce(grads: Any, residual: Residual) -> Any:
         _masks.clear()

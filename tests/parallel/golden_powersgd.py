@@ -97,7 +97,7 @@ def given(names: Sequence[str], inputs: Arrays, workers: int) -> dict[str, np.nd
 
 
 def _paper(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats `RankKReducer`, which compresses all matrices, each with at most its smaller side's rank."""
+    """Repeats `RankKReducer`, which compresses all matrices; a rank is at most a matrix's smaller side."""
     names, reuse = settings.take("tensors"), settings.take("reuse_query")
     exchange = PowerSGD(
         **options(settings), rank=settings.take("rank"), min_saving=0.0, warm_start=reuse
@@ -209,9 +209,9 @@ def _torch(settings: Settings, recorded: Arrays, inputs: Arrays) -> dict[str, np
 def random_order(
     recorded: Arrays, matrices: Sequence[str], inputs: Arrays
 ) -> dict[str, tuple[int, int]]:
-    """Returns for each matrix the index of its draw of Q in an update, and its index in this draw.
+    """Returns for each matrix the index of the draw that contains its Q, and its index in this draw.
 
-    The factors Q of matrices of the same shape may be drawn together.
+    One draw may contain the factors Q of all matrices of the same shape. Draws are counted per update.
     """
     actual: dict[str, tuple[int, int]] = {}
     shapes: dict[tuple[int, ...], list[str]] = {}

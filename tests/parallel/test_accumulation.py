@@ -113,10 +113,10 @@ def test_dropout_and_ghost_batches_are_those_of_one_batch(
 def test_groups_are_those_of_a_microbatch_on_any_devices(
     group_size: int | None, num_devices: int, place: dict[str, Any]
 ) -> None:
-    """With 4 microbatches of 16 rows, BatchNorm gives the same results as in an undivided batch.
+    """With 4 microbatches of 16 rows, BatchNorm gives the same results as with one batch of 64 rows.
 
     The groups have the same size in both cases; with group_size None, a group is a full microbatch.
-    The result does not depend on the number of devices.
+    The results do not depend on the number of devices.
     """
 
     def model(size: int | None) -> ConfigDict:

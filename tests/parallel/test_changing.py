@@ -105,7 +105,7 @@ def test_equals_one_step_for_the_full_batch(place: str, net: str) -> None:
 def test_any_number_of_microbatches_and_no_program_more(
     backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each update equals that of a step for its batch size, and updates compile nothing."""
+    """Each update equals that of a step made for this batch size, and no update compiles a program."""
     monkeypatch.setattr(changing_lib, "TOGETHER", 2)  # 3 microbatches then take two calls
     counts = 2, 1, 3, 1
     run = prepared(8, 1, model=BATCH_NORM, parallel__backend=backend)

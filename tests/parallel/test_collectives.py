@@ -81,7 +81,7 @@ def test_rows_are_in_the_order_of_the_devices(
     length: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Covers two phases, which without the patch need more devices than the test has."""
+    """Also tests the two-phase gather, which without the patch needs more devices than the test has."""
     monkeypatch.setattr(collectives, "_ONE_PHASE", one_phase)
     size = math.prod(shape)
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axes)

@@ -1,4 +1,4 @@
-"""Compares the local Lipschitz estimate with explicit Hessians, and several devices with one."""
+"""Compares the local Lipschitz estimate with explicit Hessians, and results on 8 devices with 1 device."""
 
 import functools
 from typing import Any

@@ -68,7 +68,7 @@ def expected_pair(each: Any, parts: int) -> noise_scale.Estimate:
 def second(run: Run, counts: tuple[int, int], **options: Any) -> tuple[Any, TrainState, Any, Any]:
     """Makes two updates, of `counts[0]` and `counts[1]` microbatches.
 
-    Returns the sums of the second update, the state before it, its microbatches, and the state after.
+    Returns of the second update: its sums, the state before, its microbatches, and the state after.
     """
     step, loader = changing(run, **options), data.TrainLoader(run.train_set, GRANULARITY, 0)
     first, then = (taken(run, loader, count) for count in counts)

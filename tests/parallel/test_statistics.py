@@ -1,4 +1,4 @@
-"""Tests that, if the batch is split, batch statistics other than `models.norm.BatchNorm` are rejected."""
+"""Tests that, if the batch is split, batch statistics other than those of `norm.BatchNorm` are rejected."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ def test_a_new_file_of_the_package_is_a_change(package: pathlib.Path) -> None:
 def test_an_archive_knows_its_commit(
     package: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy on a TPU VM or in a container image has no git, but its records need a commit."""
+    """A copy of the code on a TPU VM or in a container has no git, but its runs must record a commit."""
     tree, name = package.parents[1], "archived.txt"
     (tree / ".gitattributes").write_text(f"lamb_tpu/store/{name} export-subst\n")
     (package / name).write_text((ROOT / "lamb_tpu" / "store" / name).read_text())

@@ -1,4 +1,4 @@
-"""Checkpoints: saving, restoring, which checkpoints are kept, and damage."""
+"""Checkpoints: saving, restoring, keeping and removing, and damage."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
-    """Saves the states of these updates."""
+    """Saves a state and a position for each of the updates `steps`."""
     for step in steps:
         checkpoints.save(step, state(step), position(step))
 
@@ -249,7 +249,7 @@ def test_shapes_and_some_of_the_arrays(folder: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_saves_leave_no_threads_or_descriptors(tmp_path: pathlib.Path) -> None:
-    """In Orbax the thread and descriptors of a save remain if nobody waits for its end."""
+    """Unless the caller waits for the end of a save, Orbax leaves the save's thread and descriptors open."""
     actual = []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for step in range(1, 61):
@@ -333,7 +333,7 @@ def test_failure_of_the_last_save_is_reported(
 def test_arrays_that_were_not_merged_are_not_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax merges the files that match a pattern; no file matches if the path has pattern characters."""
+    """Orbax finds the files to merge by a pattern, which matches none if the path itself has [ or ]."""
     monkeypatch.setattr(reading, "has_pattern", lambda path: False)
     with pytest.raises(UserError, match="ValueError: state/manifest.ocdbt is missing"):
         with Checkpoints(tmp_path / "a[1]", keep=1) as checkpoints:

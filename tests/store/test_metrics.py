@@ -1,4 +1,4 @@
-"""The records of a run: means of sums, JSON lines, and the file of a killed run."""
+"""The records of a run: means of metrics, JSON lines, and the metrics.jsonl of a killed run."""
 
 import json
 import pathlib

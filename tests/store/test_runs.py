@@ -14,7 +14,7 @@ from tests.raising import rejected
 
 
 def fake(folder: pathlib.Path, accuracies: list[float], end: int = 12, **changes: Any) -> None:
-    """Writes the workdir of a run at update `end`, with an evaluation per accuracy, every 4 updates."""
+    """Writes the workdir of a run at update `end`; `accuracies` come from evaluations every 4 updates."""
     run = Workdir(folder)
     config = tiny.digits(**changes)
     run.check(config)

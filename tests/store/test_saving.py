@@ -1,4 +1,4 @@
-"""A save that fails in Orbax's threads: its error is taken from the log and not printed."""
+"""Tests that the error of a save in Orbax's threads is taken from the log and is not printed."""
 
 import logging
 
@@ -22,7 +22,7 @@ FUTURE = "/x/orbax/checkpoint/_src/futures/future.py"
 
 
 class Response:
-    """A response of Orbax to a save; `result` counts its calls."""
+    """Replaces Orbax's response to a save; `calls` counts the calls of `result`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error, self.calls = error, 0

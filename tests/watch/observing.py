@@ -1,4 +1,4 @@
-"""Starts and records for tests of observers without a trainer."""
+"""`Start` and `Record` objects, with which tests call observers without a trainer."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Choice of the next batch, and the path in checkpoints, without a trainer."""
+"""Tests, without a trainer, which batch sizes a rule chooses, and that checkpoints store them."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from tests.watch.observing import start
 
 
 def recipe(name: str, **fields: Any) -> CurrentRecipe:
-    """Returns a recipe of 768 examples with a batch rule that begins at a batch of 64."""
+    """Returns a recipe for 768 examples, whose batch rule begins with a batch size of 64."""
     rule = {"name": name, "upper": 128, **fields}
     steps = 4 if name == "norm_test" else 8
     config = tiny.digits(accumulation_steps=steps, batch_rule=ConfigDict(rule))
@@ -64,7 +64,7 @@ def pair(grad_sq: float, trace: float) -> dict[str, tuple[float, float]]:
 
 
 def test_the_noise_scale_averages_all_updates() -> None:
-    """Numerator and denominator are averaged over all updates, with or without a decision."""
+    """The averages of numerator and denominator also include updates after which there is no decision."""
     of = recipe("noise_scale", interval=2, decay=0.5)
     rule = observer(of)
     rule.fetched([(1, pair(1.0, 20.0)), (2, pair(2.0, 100.0))])

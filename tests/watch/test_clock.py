@@ -1,4 +1,4 @@
-"""The wall time of a run over its starts."""
+"""The wall time of a run that is resumed."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Differing copies are detected and reported, along any mesh axis."""
+"""Tests that differing copies of an array, along any mesh axis, are detected and reported."""
 
 import pathlib
 import re
@@ -32,7 +32,7 @@ SPECS = {
 
 
 def placed(spec: PartitionSpec, changes: dict[int, tuple]) -> jax.Array:
-    """Makes an array on the mesh; `changes` maps a device's index to a position and a flipped bit."""
+    """Makes an array on the mesh; flips one bit on each device in `changes`: {id: (position, bit)}."""
     array = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
     sharding = NamedSharding(MESH, spec)
     parts = []
@@ -145,7 +145,7 @@ def test_the_hash_depends_on_every_element_and_its_position(
 
 
 def test_hash_in_plain_arithmetic() -> None:
-    """Compares with Python integers, which do not depend on a backend's summation order."""
+    """Compares `_hash` with the same hash in Python integers, which do not depend on a summation order."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -198,7 +198,7 @@ def corrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_a_run_ends_before_it_saves_differing_copies(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, every: str, backend: str, actual: int
 ) -> None:
-    """Copies are compared before each save too; the step neither detects nor repairs the error."""
+    """Copies are also compared before each save; the update itself neither detects nor repairs the error."""
     config = tiny.digits(guards__desync_every=every, parallel__backend=backend)
     corrupt_at(monkeypatch, 5)
     message = f"after update {actual} the copies of .*device 5 of process 0 differs from the major"

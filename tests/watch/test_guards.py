@@ -23,7 +23,7 @@ from tests.watch.observing import record, start
 
 
 def observed(detector: SpikeDetector, losses: list[float]) -> dict[int, float]:
-    """Returns the median of each spike, by its position among the losses."""
+    """Returns a dict of the spikes: position in `losses` -> median that the detector returned."""
     medians = [detector.observe(loss) for loss in losses]
     return {place: median for place, median in enumerate(medians) if median is not None}
 
@@ -185,7 +185,7 @@ BAD_EXAMPLE = 12
 
 @pytest.fixture
 def bad_example(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Sets one training example to NaN; returns the updates with this example in their batch."""
+    """Sets one training example to NaN; returns the updates whose batch has this example."""
     load = data.load
 
     def loaded(name: str, split: str, **options: Any) -> data.Source:
@@ -205,7 +205,7 @@ def bad_example(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_bad_example_skips_only_its_updates(
     tmp_path: pathlib.Path, bad_example: set[int], capsys: pytest.CaptureFixture
 ) -> None:
-    """Runs shard_map with sharded optimizer state; a later test runs jit."""
+    """Uses the shard_map backend with sharded optimizer state; a later test uses the jit backend."""
     config = tiny.digits(
         guards__max_skipped=3,
         ema__decay=0.9,
@@ -307,7 +307,7 @@ def test_the_spike_of_a_run_is_recorded(
 def test_only_a_broken_batch_is_a_spike(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Runs the unchanged recipe, in which late losses can be 100 times the median of 0.001."""
+    """The test runs the unchanged recipe; its late losses can be 100 times their median of 0.001."""
     config = tiny.recipe_file(tiny.ROOT / "configs" / "digits.py").get_config()
     config.log.tensorboard = False
     train(config, tmp_path / "healthy")

@@ -11,7 +11,7 @@ from tests.watch.observing import start
 
 
 def beat(seconds: float, monkeypatch: pytest.MonkeyPatch, index: int) -> float:
-    """Returns the duration of the run: half a second, or more on a busy machine."""
+    """Simulates 50 updates of process `index`; returns how many seconds they took (0.5 or more)."""
     monkeypatch.setattr(jax, "process_index", lambda: index)
     monkeypatch.setattr(jax, "process_count", lambda: 8)
     began, heartbeat = time.monotonic(), Heartbeat(seconds)

@@ -1,4 +1,4 @@
-"""Counts of damaged images, reported at the end of a start."""
+"""Counts of damaged images, reported when a run ends or is preempted."""
 
 from types import SimpleNamespace
 from typing import Any

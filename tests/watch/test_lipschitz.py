@@ -1,4 +1,4 @@
-"""The local Lipschitz estimate in the records, which does not change the training."""
+"""Tests that records have the local Lipschitz estimate, which does not change the training."""
 
 import contextlib
 import pathlib

@@ -1,4 +1,4 @@
-"""The log in MLPerf's format: lines, order and times over several starts."""
+"""The log in MLPerf's format: its lines and their order, also in a run that is resumed."""
 
 import json
 import pathlib
@@ -33,7 +33,7 @@ def lines(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def events(actual: list[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns key, type and metadata of the events; leaves out hyperparameters."""
+    """Returns the key, type and metadata of each line, except the lines of hyperparameters."""
     types = {"INTERVAL_START": "start", "INTERVAL_END": "end", "POINT_IN_TIME": "point"}
     return [
         (line["key"], types[line["event_type"]], line["metadata"])
@@ -43,7 +43,7 @@ def events(actual: list[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]
 
 
 def config(**changes: Any) -> ConfigDict:
-    """Returns a config with two blocks of 6 updates (1.5 epochs); the second reaches the target."""
+    """Returns a config of two blocks, each of 6 updates (1.5 epochs); the second reaches the target."""
     target = {"target__metric": "loss", "target__mode": "min", "target__value": 2.15}
     return tiny.digits(log__mlperf=True, **target | changes)
 
@@ -102,7 +102,7 @@ def test_run_to_its_target(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixt
 
 
 def test_other_starts_are_appended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempts every evaluation but the last; a run polls for signals before each update and batch."""
+    """Preempts all evaluations but the last; runs poll for signals before each update and eval batch."""
     settings = config(eval__every="4 steps")
     for poll in (4 + 2, 3 + 4 + 2):
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Module factors in the records, at any position in the optimizer state."""
+"""Tests that records have the module factors, wherever these are in the optimizer state."""
 
 from types import SimpleNamespace
 

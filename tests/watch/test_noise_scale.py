@@ -1,4 +1,4 @@
-"""The noise scale in the records: the ratio of averages over all updates, also after a resume."""
+"""The noise scale in the records: the ratio of averages over all updates, even in a resumed run."""
 
 import json
 import math

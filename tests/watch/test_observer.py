@@ -1,4 +1,4 @@
-"""Order of the hooks; between updates only overridden hooks are called."""
+"""Tests the order in which hooks are called, and that only overridden hooks are called."""
 
 import contextlib
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ def run(
     recipe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[RunProgress, Any]]:
-    """Yields the progress of a run after its first update, and a function that adds a record."""
+    """Yields the RunProgress of a run after its first update, and a function that adds a record to it."""
     metadata = {
         "total_steps": total_steps,
         "batch_size": batch_size,
@@ -100,7 +100,7 @@ def test_rate_and_time_left(
 
 
 def changing(step: int) -> int:
-    """Returns the number of examples in `step` updates of 64 and, from update 100 on, 256 examples."""
+    """Returns the examples in `step` updates: 64 in each of the first 100, then 256 in each."""
     return 64 * min(step, 100) + 256 * max(step - 100, 0)
 
 
@@ -121,7 +121,7 @@ def test_time_left_with_a_changing_batch(clock: list[float], capsys: pytest.Capt
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[], str]:
-    """Makes rich print for a terminal of 120 columns; returns a function that reads the text."""
+    """Makes rich print for a terminal of 120 columns; returns a function that reads the printed text."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     return lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)

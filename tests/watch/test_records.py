@@ -34,7 +34,7 @@ def test_records() -> None:
 
 
 def test_records_of_a_changing_batch() -> None:
-    """A record has the batch size of the newest update and the total number of examples."""
+    """A record has the batch size of the newest update, and the number of examples seen so far."""
     path = Path.from_segments([(0, 32), (4, 64)], total=448)
     recipe = SimpleNamespace(
         epoch=lambda step: step / 4, path=path, batch=path.batch, examples=path.examples

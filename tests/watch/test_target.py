@@ -1,4 +1,4 @@
-"""Time to a target: the first evaluation that reaches it, the end of the run, and the times."""
+"""Time to a target: the first evaluation that reaches the target, the run's end, and the times."""
 
 import math
 import pathlib
@@ -26,7 +26,7 @@ TIME = {"seconds": 2.0, "seconds_with_startup": 5.0, "starts": 1}
 
 
 def made(config: spec_keys.Target) -> tuple[Target, list[str], Any]:
-    """Returns a target of a run with 4 updates per epoch, and the lists of its messages and records."""
+    """Returns a Target for 4 updates per epoch, and the lists that get its messages and records."""
     output: list[str] = []
     target = Target(
         config, CurrentRecipe(SimpleNamespace(epoch=lambda step: step / 4)), output.append
@@ -104,7 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def to(whole: pathlib.Path, metric: str = "accuracy", number: int = 1, **changes: Any) -> Any:
-    """Returns a config with a target that is first reached by evaluation `number`, from 0."""
+    """Returns a config whose target is first reached by evaluation `number`, counted from 0."""
     values = [record[metric] for record in read_records(whole / "metrics.jsonl", "eval")]
     best = max if changes.get("target__mode", "max") == "max" else min
     assert values[number] != best(values[:number])
@@ -206,9 +206,9 @@ def slowed(function: Any, seconds: float) -> Any:
 def test_preempted_in_the_evaluation_that_reaches_it(
     whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delays start-up by a second and each evaluation by half a second.
+    """Start-up takes one second longer than usual, and each evaluation half a second.
 
-    The run polls for signals before each update and each of the three batches of an evaluation.
+    The run polls for signals before each update, and before each of an evaluation's three batches.
     """
     make = training.make_evaluator
     monkeypatch.setattr(training, "prepare", slowed(training.prepare, 1.0))

@@ -41,7 +41,7 @@ def test_rates_since_the_last_record(clock: list[float]) -> None:
 
 
 def test_rates_of_a_changing_batch(clock: list[float]) -> None:
-    """Updates have 32 examples and, from update 4 on, 128; the base batch is 64."""
+    """The first four updates have 32 examples each, later ones 128; the base batch size is 64."""
     throughput = Throughput(
         {"examples_per_second": 64}, lambda step: (32 * min(step, 4) + 128 * max(step - 4, 0)) / 64
     )

@@ -33,10 +33,10 @@ class Aps(Exchange):
     With N devices, one small all-reduce finds the largest exponent of N times each layer's gradient;
     the factor N prevents overflow of the sums. Each device scales the layer, without rounding, by the
     power of two that moves this exponent to the format's largest exponent, and casts the layer to the
-    format. Each device adds up one chunk of the gradient: an all-to-all sends it this chunk of every
-    device's gradient, and these are added in the order of the devices, with a cast after every
-    addition. An all-gather returns the sums to all devices. Both collectives send codes, packed into
-    words.
+    format. Each device adds up one chunk of the gradient: an all-to-all sends the device this chunk of
+    every device's gradient, and the device adds the received chunks in the order of the devices, with
+    a cast after every addition. An all-gather returns the sums to all devices. The two collectives
+    send codes, packed into words.
 
     Results equal those of the authors' emulator CPD, which sends float32, bit for bit
     (arXiv:1911.08907; github.com/drcut/CPD, commit ddd9a67). To this end the casts are CPD's. They

@@ -15,7 +15,7 @@ class Residual(NamedTuple):
 
     Attributes:
       device: pytree of arrays that differ between devices, such as the error of a compression or the
-        momentum of a device's gradient. Later results depend only on their sums over devices.
+        momentum of a device's gradient. Later results depend only on the arrays' sums over devices.
       split: pytree of flat vectors (length,): each is this device's chunk of one long padded vector.
       whole: pytree of arrays that are equal on all devices, such as counts.
     """
@@ -100,7 +100,7 @@ class Exchange:
         return self
 
     def due(self, update: int) -> bool:
-        """Returns whether `chosen` may return another exchange after `update` completed updates."""
+        """Returns whether `chosen` may return a different exchange after `update` completed updates."""
         return False
 
     def chosen(self, params: Params, whole: Any) -> "Exchange":

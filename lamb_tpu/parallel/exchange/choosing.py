@@ -33,9 +33,9 @@ def choose(
 
     Args:
       errors: (layers, options), norm of the error that each option makes in each layer.
-      sizes: (layers, options), size of what each option sends for each layer.
-      reference: index of an option; the budget is relative to its errors in all layers.
-      factor: the budget, relative to the sum of the reference's errors.
+      sizes: (layers, options), number of values that each option sends for each layer.
+      reference: index of the option whose errors, summed over all layers, define the budget.
+      factor: the budget, relative to this sum of errors.
     """
     target = budget(errors, reference, factor)
     if not (np.isfinite(target) and target > 0):
@@ -58,13 +58,13 @@ def budget(errors: np.ndarray, reference: int, factor: float) -> float:
 
 
 def in_buckets(errors: np.ndarray, target: float) -> np.ndarray:
-    """Returns each error in 10,000ths of the target, rounded up and clipped to 1 to 10,000."""
+    """Returns each error in 10,000ths of the target, rounded up and clipped to the range 1 to 10,000."""
     limited = np.minimum(np.where(np.isnan(errors), np.inf, errors), target + 1)
     return np.clip(np.ceil(limited / (target / BUCKETS)), 1, BUCKETS).astype(int)
 
 
 def tables(buckets: np.ndarray, sizes: np.ndarray) -> Tables:
-    """Returns the least sizes within each budget, from 0 to 10,000 buckets.
+    """Returns the least total sizes, and the choices that have them, for budgets of 0 to 10,000 buckets.
 
     Of several options with the same size, the first is chosen. As in the authors' code, the first
     layer's error must be below the budget, so choices can use at most 9,999 buckets in total.

@@ -29,10 +29,10 @@ class Compressor(Protocol):
         """Returns C(x), (n,)."""
 
     def total(self, messages: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-        """Returns the sums over devices of C(x), (n,) for each message."""
+        """Returns for each message the sum of C(x) over devices, (n,)."""
 
     def each(self, messages: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-        """Returns C(x) of every device, (devices, n) for each message."""
+        """Returns for each message the C(x) of every device, (devices, n)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,10 +47,10 @@ def _bounds(budget: int) -> tuple[int, int]:
 def lowered(
     magnitudes: jax.Array, threshold: jax.Array, budget: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a lowered threshold that selects enough values, and whether it selects too many.
+    """Lowers a threshold until it selects enough values; also returns whether it selects too many.
 
-    Each lower threshold is 0.8 times the previous one, so all are known in advance, and one pass
-    counts the values for each. If no threshold is low enough, the tenth is returned.
+    Each lower threshold is 0.8 times the previous one, so all ten are known in advance, and one pass
+    over the values counts how many each selects. If even the tenth selects too few, it is returned.
     """
     too_few, too_many = _bounds(budget)
     thresholds = [threshold]

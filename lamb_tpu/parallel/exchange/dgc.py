@@ -53,8 +53,8 @@ class DGC(Exchange):
       momentum: coefficient of the momentum.
       nesterov: whether to use Nesterov's momentum.
       factor_masking: whether the momentum is set to 0 at the positions of sent values.
-      clip_norm: the norm to which each leaf of the mean gradient over a device's examples is clipped
-        before accumulation; None: no clipping.
+      clip_norm: each leaf of a device's mean gradient is clipped to this norm before accumulation;
+        None: no clipping.
       sample_ratio: the fraction of values from which the threshold is estimated, in (0, 1].
       resample: whether a threshold that selects too many values is replaced by the exact threshold,
         which is computed from all values.
@@ -217,7 +217,7 @@ class DGC(Exchange):
         return jax.random.randint(key, (), 0, sampling.stride, jnp.int32)
 
     def masks(self, magnitudes: list[jax.Array], count: jax.Array) -> list[jax.Array]:
-        """Returns a mask of the values to send for each matrix, in update `count`."""
+        """Returns for each matrix a mask of the values to send, after `count` completed updates."""
         of_size: dict[int, list[int]] = {}
         for leaf, values in enumerate(magnitudes):
             of_size.setdefault(values.size, []).append(leaf)
@@ -238,9 +238,9 @@ class DGC(Exchange):
     def cut(self, magnitudes: jax.Array, sampling: Sampling, start: jax.Array) -> cutting.Cut:
         """Returns the selection of a matrix's values, at most `sampling.budget` of them.
 
-        These are the values that are not below a threshold. If they exceed the budget, the first
-        values are selected, as in the authors' code; with `resample`, if far too many values exceed
-        a threshold from samples, the largest values are selected.
+        These are the values that are not below a threshold. If there are more than the budget, the
+        first of them are selected, as in the authors' code. With `resample`, if a threshold estimated
+        from samples selects far too many values, the largest values are selected.
         """
         budget = sampling.budget
         if sampling.stride == 1:

@@ -41,7 +41,7 @@ class Compressed(Exchange):
     Attributes:
       compressor: 'topk', 'sign', 'identity', or a `Compressor`.
       ratio: the fraction of values that 'topk' sends, in (0, 1].
-      layerwise: True: each leaf is compressed separately; False: all leaves as one vector.
+      layerwise: True: each leaf is compressed separately; False: all leaves form one vector.
       whole_start: whether the first gradient is sent uncompressed.
     """
 
@@ -132,7 +132,7 @@ class TopK(EF14):
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Compressed):
-    """Sends the compressed difference between the gradient and an estimate of it.
+    """Sends the compressed difference between a device's gradient and an estimate of this gradient.
 
     Attributes:
       momentum: coefficient of a moving average of the device's gradient; the estimate then follows
@@ -215,7 +215,7 @@ class EF21(Compressed):
 
 @dataclasses.dataclass(frozen=True)
 class EControl(Compressed):
-    """EF21 with feedback of a fraction of the error, in the same message.
+    """EF21 that adds a fraction of the error to the difference before compression.
 
     Attributes:
       eta: the fraction of the error that is added before compression; 0: the results are EF21's.

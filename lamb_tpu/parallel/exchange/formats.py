@@ -140,7 +140,7 @@ def _steps(magnitude: jax.Array, fmt: Format) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="fmt")
 def encode(values: jax.Array, fmt: Format) -> jax.Array:
-    """Returns the codes of values of the format, in the lower `fmt.bits` bits of uint32.
+    """Returns the codes of `values`, which `cast` returned, in the lower `fmt.bits` bits of uint32.
 
     A code is the value's sign, stored exponent and mantissa, as in IEEE 754. The additional value
     that `cast` may return, 2^(fmt.largest_exponent + 1), gets the code of infinity. Without mantissa
@@ -257,7 +257,7 @@ def sequential_sum(
 def kahan_sum(
     terms: Any, fmt: Format, value: Callable[[Any], jax.Array] = lambda term: term
 ) -> jax.Array:
-    """Like `sequential_sum`, but by Kahan's compensated sum; casts after each operation."""
+    """Adds n terms by Kahan's compensated sum, with a cast after each operation; see `sequential_sum`."""
 
     def add(carry: tuple[jax.Array, jax.Array], term: Any) -> tuple[Any, None]:
         total, error = carry  # the excess of the total over the exact sum

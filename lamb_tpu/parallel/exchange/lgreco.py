@@ -223,7 +223,7 @@ class LGreCo(powersgd.LowRank):
     ) -> tuple[int, ...]:
         """Returns the known choice that sends the fewest values within the budget.
 
-        If no known choice is within the budget, returns the one with the least error.
+        If no known choice is within the budget, returns the known choice with the least error.
         """
         target = choosing.budget(errors, self.options.index(self.rank), self.factor)
 

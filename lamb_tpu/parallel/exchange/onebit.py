@@ -2,8 +2,8 @@ r"""One bit per value: signs with one scale, and error feedback in both directio
 
 Each device is the server of one chunk of the gradient. Every device sends the packed signs of each
 chunk, and a scale, to the chunk's server. The server adds up the devices' chunks, compresses the sum
-in the same way, and sends it to all devices. Devices and servers add the error of a compression to
-the values of the next compression.
+in the same way, and sends the compressed sum to all devices. Devices and servers add the error of
+each compression to the values of the next compression.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ class LowRank(Exchange):
       stacked: regular expressions over paths of leaves; the first axis of these leaves stacks
         layers, as in a scan over layers, and each layer is a matrix. By default a run uses the
         expressions of its model.
-      compressing: the stage, see `at`.
+      compressing: whether matrices are sent as factors in the current stage, see `at`.
     """
 
     rank: int = 4
@@ -103,7 +103,7 @@ class LowRank(Exchange):
         return residual._replace(device=zeros(residual.device))
 
     def at(self, update: int) -> "LowRank":
-        """Returns the exchange for an update: before `start` not compressing, then compressing."""
+        """Returns the exchange for an update; before `start`, the exchange sends no factors."""
         return staged(self, compressing=update >= self.start)
 
     def matrices(self, params: Params) -> list[Matrix]:
@@ -135,7 +135,7 @@ class LowRank(Exchange):
         rest: list[jax.Array],
         residual: Residual,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Residual]:
-        """Sums this device's matrices `own`, plus their errors, and the other leaves over devices.
+        """Sums over devices the matrices `own`, which include the errors, and the other leaves, `rest`.
 
         Returns:
           The sums of the matrices, this device's errors, the sums of `rest`, and the new residual
@@ -181,9 +181,9 @@ class PowerSGD(LowRank):
     over devices. The sum of the errors, on which the results depend, is the same. But such errors
     also accumulate the difference between a device's gradients and the mean, without bound.)
 
-    An iteration has two collectives in float32: one for all P, in the first iteration also for the
-    uncompressed leaves, and one for all Q. If a column of Q became 0 because the gradient was 0, it
-    restarts from random numbers.
+    An iteration has two float32 collectives. One sums all P and, in the first iteration, the
+    uncompressed leaves; the other sums all Q. If a column of Q became 0 because the gradient was 0,
+    the column restarts from random numbers.
 
     Attributes, in addition to those of `LowRank`:
       iterations: number of power iterations in an update.
@@ -191,7 +191,7 @@ class PowerSGD(LowRank):
       alternate: whether to compute and send only one factor in an iteration, alternately Q from P
         and P from Q, like the authors' package. Each iteration approximates the error that the
         previous iteration left.
-      turn: the stage, see `at`.
+      turn: which factor an update of the current stage sends first, see `at`.
     """
 
     iterations: int = 1

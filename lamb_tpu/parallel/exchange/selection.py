@@ -96,7 +96,7 @@ def first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
 
 
 def last_of_first(mask: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Returns the index of the last of the first `count` set entries of a mask, int32.
+    """Returns the index of the `count`-th set entry of a mask, counted from 1, int32.
 
     >>> int(last_of_first(jnp.array([True, False, True, True]), 2))
     2

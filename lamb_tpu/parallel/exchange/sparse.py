@@ -33,9 +33,9 @@ def total(
     """Sums vectors of selected values over devices, in one operation.
 
     A vector's budget is the largest number of values that its mask selects. To every other device, a
-    device sends values and indices for the full budgets. If the budgets add up to the number of all
-    values / `num_devices` or more, an all-reduce of the full vectors, with 0 for values that are not
-    selected, sends less and is used instead.
+    device sends values and indices for the full budgets. If the sum of the budgets is at least the
+    number of all values divided by the number of devices, an all-reduce of the full vectors, with 0
+    for values that are not selected, sends less and is used instead.
     """
     sizes = [vector.mask.size for vector in vectors]
     num_devices = math.prod(lax.axis_size(name) for name in axes)

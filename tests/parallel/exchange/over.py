@@ -28,7 +28,7 @@ def gradients(
 
 
 def start(exchange: Exchange, params: Any) -> Residual:
-    """Returns the residuals of all devices, with a leading axis."""
+    """Returns the residuals of all devices, with a leading axis of devices."""
     return jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (exchange.num_devices, *leaf.shape)),
         exchange.init(params),
@@ -73,7 +73,7 @@ def sent(exchange: Exchange, params: Any) -> dict[str, int]:
 
 
 def reshared(residual: Residual, devices: int) -> Residual:
-    """Redistributes residuals to `devices` devices, in equal shares, like a resumed run."""
+    """Redistributes residuals to `devices` devices, in equal shares, as a resumed run does."""
 
     def shares(leaf: jax.Array) -> jax.Array:
         return jnp.broadcast_to(leaf.sum(0) / devices, (devices, *leaf.shape[1:]))

@@ -16,11 +16,11 @@ NAME = "tests.parallel.exchange.spread:Spread"
 
 @dataclasses.dataclass(frozen=True)
 class Spread(Exchange):
-    """Returns exact sums, but from update `start` on each device withholds an amount.
+    """Sums gradients; after `start` updates, each device withholds an amount until the next update.
 
-    The amounts sum to zero over devices, and each device adds its amount in the next update. So the
-    sums are right only if each device gets its residual back. In the residual, `split` accumulates
-    the sums in chunks, and `whole` counts the updates and has the total of all sums.
+    The amounts sum to zero over devices. So the sums are right only if each device gets its residual
+    back, not another device's. In the residual, `split` accumulates the sums in chunks, and `whole`
+    counts the updates and has the total of all sums.
     """
 
     axes: tuple[str, ...]
@@ -63,7 +63,7 @@ class Spread(Exchange):
 def momentum(
     learning_rate: Any, warmup: int = 2, decay: float = 0.9, axis_name: Any = None
 ) -> Reducing:
-    """Returns SGD with momentum that sends momentum instead of gradients from update `warmup` on."""
+    """Returns SGD with momentum that sends gradients in `warmup` updates, and then sends its momentum."""
     del axis_name  # the update needs no sums over shards
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Compares sums of APS with NumPy and sums by hand; tests non-finite layers and sent bytes."""
+"""Compares sums of APS with sums by NumPy and by hand; tests non-finite layers and sent bytes."""
 
 import importlib.util
 import json
@@ -93,20 +93,19 @@ def test_without_the_shift_small_layers_are_lost() -> None:
 
 
 def test_four_bits_by_hand() -> None:
-    """Four times the largest gradient is 12, below 2^4; a scale of 1/2 moves 2^4 to 2^3.
+    """Compares a sum in a format of four bits with the same sum by hand.
 
-    The format's largest value is 2^3.
-
-    The values 3, 1, -2, 0.25 become 1.5, 0.5, -1 and 0.125, and are rounded to 2 (1.5 is a tie and
-    rounds up), 0.5, -1 and 0 (0.125 is a tie, half of the smallest value). The partial sums are 2, 2
-    (rounded from 2.5), 1 and 1. Scaled back, the result is 2.
+    Four times the largest gradient is 12, below 2^4. The format's largest value is 2^3, so the scale
+    is 1/2. The values 3, 1, -2, 0.25 become 1.5, 0.5, -1 and 0.125, and are rounded to 2 (1.5 is a
+    tie and rounds up), 0.5, -1 and 0 (0.125 is a tie, half of the smallest value). The partial sums
+    are 2, 2 (rounded from 2.5), 1 and 1. Scaled back, the result is 2.
     """
     grads = {"x": np.float32([[3], [1], [-2], [0.25]])}
     np.testing.assert_array_equal(reduced(grads, 4, **FOUR_BITS)["x"], np.full((4, 1), 2.0))
 
 
 def test_devices_are_added_in_their_order() -> None:
-    """With a 3-bit mantissa, 16 + 1 is a tie and rounds to 16, but the tie 7 + 16 rounds to 24."""
+    """With a 3-bit mantissa the order matters: 16 + 1 = 17 rounds to 16, but 7 + 16 = 23 rounds to 24."""
     grads = np.float32([16, *[1] * 7])[:, None]
     assert reduced({"x": grads})["x"][0, 0] == 16
     assert reduced({"x": grads[::-1].copy()})["x"][0, 0] == 24
@@ -159,7 +158,7 @@ def test_a_shift_may_be_larger_than_float32s_exponents(scale: float) -> None:
 
 @pytest.mark.parametrize("fields", [(3, 0), (2, 1), (4, 3), (5, 2), (5, 10)])
 def test_a_shifted_sum_does_not_overflow(fields: tuple[int, int]) -> None:
-    """Tests the largest values that the shift allows, on up to 300 devices.
+    """Tests the largest values that the shift allows, on 1 to 300 devices.
 
     A sum grows with each of its terms, so no other values give a larger sum.
     """

@@ -1,4 +1,4 @@
-"""Tests that compressors are contractive, and that messages of devices add up."""
+"""Tests that compressors are contractive, and that the devices' messages are summed correctly."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ ALL = [TopK(0.1), TopK(count=3), TopK(1.0), Sign(), Identity()]
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
 def test_contraction(compressor) -> None:
-    """In theory d is k / n for top-k, |x|_1^2 / (n |x|^2) for signs, and 1 for the identity."""
+    """The d of a contraction is k / n for top-k, |x|_1^2 / (n |x|^2) for signs, and 1 for the identity."""
     rng = np.random.default_rng(0)
     for size in (1, 7, 100):
         x = rng.normal(size=size).astype(np.float32)

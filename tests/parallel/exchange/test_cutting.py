@@ -1,4 +1,4 @@
-"""Compares thresholds and selections with the loop of DGC's authors, in Python."""
+"""Compares thresholds and selections with a Python version of the loop of DGC's authors."""
 
 import jax
 import jax.numpy as jnp

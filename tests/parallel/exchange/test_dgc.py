@@ -1,4 +1,4 @@
-"""Tests Deep Gradient Compression: the rule against NumPy, stages, thresholds, and bytes."""
+"""Tests Deep Gradient Compression: sums compared with NumPy, stages, thresholds, and sent bytes."""
 
 import dataclasses
 import math
@@ -92,7 +92,7 @@ def test_rule(options) -> None:
 
 
 def test_dense_stage_before_a_sparse_one() -> None:
-    """With ratio 1 the momentum is that of the summed gradient; each device then has an equal share."""
+    """With ratio 1, each device stores an equal share of the summed gradient's momentum."""
     reference = Reference(DGC(over.AXES, 4), workers=4)
     residual = None
     for grads, ratio in zip(EVERY, (1.0, 1.0, 0.1, 0.1), strict=True):
@@ -231,7 +231,7 @@ def test_starts_of_samples_change() -> None:
 
 
 def test_bytes_at_a_thousandth() -> None:
-    """Devices send values with indices, at most 5 % more than needed, and vectors in float32."""
+    """Devices send values and indices in at most 5 % more bytes than needed, and vectors in float32."""
     params = {
         "kernel": jax.ShapeDtypeStruct((1000, 900), jnp.float32),
         "other": jax.ShapeDtypeStruct((3, 3, 64, 200), jnp.float32),

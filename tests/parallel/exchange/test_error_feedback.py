@@ -22,7 +22,7 @@ def flat(tree) -> np.ndarray:
 
 
 def summed(vectors) -> np.ndarray:
-    """Returns one vector of the sums over devices of vectors (devices, n)."""
+    """Sums each of `vectors`, (devices, n), over devices, and concatenates the sums."""
     return np.concatenate([np.float64(x).sum(0) for x in vectors])
 
 
@@ -121,7 +121,7 @@ def test_momentum_is_an_average_that_begins_with_the_first_gradient() -> None:
     ],
 )
 def test_goes_on_with_equal_shares_on_other_devices(made) -> None:
-    """After a change from 8 to 4 devices EF14 still sends unsent values, and estimates still add up."""
+    """After a change from 8 to 4 devices, EF14 sends the values unsent so far, and estimates add up."""
     _, residuals = over.run(made(8), EVERY)
     moved = over.reshared(residuals[-1], 4)
     later = over.gradients(SHAPES, 3, devices=4, seed=1)

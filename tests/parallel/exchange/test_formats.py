@@ -46,7 +46,7 @@ def test_range_of_known_formats(name: str) -> None:
 
 
 def test_four_bits() -> None:
-    """By hand: exponents from -2 to 3, bias 3, and no value between zero and 2^-2."""
+    """With 3 exponent bits and no mantissa bits: bias 3, exponents -2 to 3, nothing between 0 and 2^-2."""
     fmt = Format(3, 0)
     assert (fmt.bits, fmt.largest_exponent, fmt.smallest_normal, fmt.step) == (4, 3, 0.25, 0.25)
 
@@ -116,7 +116,7 @@ def test_without_mantissa_bits_ties_round_up() -> None:
 
 
 def test_ends_of_the_range() -> None:
-    """CPD's kernel checks the range before rounding, so values from 248 on become 256, not infinity."""
+    """CPD's kernel checks the range before rounding, so 248 and 255 become 256, which E4M3 lacks."""
     x = np.float32([240, 247.9, 248, 255, 256, -1e9, np.inf, np.nan, 1e-42, -1e-42])
     expected = np.float32([240, 240, 256, 256, np.inf, -np.inf, np.inf, np.nan, 0, 0])
     actual = np.asarray(cast(x, Format(4, 3)))

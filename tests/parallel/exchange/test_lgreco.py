@@ -43,7 +43,7 @@ def whole(residual: Residual) -> dict[str, Any]:
 
 
 def run(exchange: LGreCo, updates: int) -> tuple[LGreCo, Residual, list[Any]]:
-    """Makes updates, and chooses ranks when a choice is due, like the trainer.
+    """Makes updates, and chooses ranks when a choice is due, as the trainer does.
 
     Returns the exchange, the last residual, and the sums of each update.
     """

@@ -1,4 +1,4 @@
-"""Compares norms with float64, even if squares overflow or underflow, and for empty vectors."""
+"""Compares norms with float64, also for values whose squares overflow or underflow, and empty vectors."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -26,7 +26,7 @@ def draw(seed):
 
 
 def compressed(values):
-    """Returns the signs of values times one scale, and the error."""
+    """Returns the signs of the values times one scale, and the values minus this result."""
     scale = np.sqrt(np.mean(values**2))
     actual = np.where(values >= 0, scale, -scale)
     return actual, values - actual

@@ -1,4 +1,4 @@
-"""Tests the residual as a component of the state: its initial value, and resuming on other devices."""
+"""Tests the residual as a part of the state: its initial value, and a change of the number of devices."""
 
 from typing import Any
 
