@@ -100,7 +100,7 @@ class Combination:
 
     @property
     def switch(self) -> str:
-        """The first requested statistic that compares parts of the batch; '' for none."""
+        """The first requested statistic, except AGVM's halves, that compares parts of the batch, or ''."""
         # Ignore the halves for AGVM: AGVM is meant for detectors, which often have BatchNorm groups
         # over several devices.
         asked = (
@@ -182,6 +182,6 @@ class Combination:
 
     @property
     def layer(self) -> str:
-        """Path of a layer that stores batch statistics, like BatchNorm; '' for none."""
+        """Path of a layer that stores batch statistics, such as BatchNorm; '' for none."""
         path = next(iter(parameters.leaf_paths(self.state.model_state)), "")
         return path.rpartition("/")[0].partition("/")[2] or path

@@ -95,7 +95,7 @@ def check_start(
 
 
 def check_data(training: Source, evaluation: Source) -> None:
-    """Compares the data sets of all processes, and the custom modules that each has loaded."""
+    """Compares the data sets and the loaded custom modules of all processes."""
     if distributed.index_and_count()[1] == 1:
         return
     details: dict[str, str] = {}
@@ -142,7 +142,7 @@ def _of_host() -> Iterator[tuple[str, str]]:
 
 
 def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the digest of each custom module that a config names, even if it is not imported."""
+    """Yields the digest of each custom module that a config names, imported or not."""
     names = {name for value in flat.values() if (name := custom.module_of(value)) is not None}
     for name in sorted(names):
         module = sys.modules.get(name)

@@ -112,8 +112,8 @@ class Session:
     ) -> tuple[MetricsWriter, bool]:
         """Opens metrics.jsonl after update `step`, and saves the config and library versions.
 
-        Also returns whether update `step` must be evaluated, because its evaluation is still due or
-        its record was lost, for example in a power failure.
+        Also returns whether update `step` must be evaluated, because the evaluation is still due or
+        the record of the evaluation was lost, for example in a power failure.
         """
         run, spec = self._run, self._run.spec
         with distributed.together():

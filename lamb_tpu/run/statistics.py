@@ -60,7 +60,7 @@ def statistics_of(spec: Spec) -> Statistics:
 
 
 def subject(spec: Spec, key: str | None = None) -> tuple[str, object, str]:
-    """Returns the subject of an error about a statistic: the key that asks for it, and its value.
+    """Returns the subject of an error about a statistic: the key that requests it, and the key's value.
 
     The third element is the beginning of the problem: '', or 'needs the noise scale, which ' if the
     key is a batch rule. Without `key`, takes the first statistic that the config asks for.
