@@ -109,7 +109,7 @@ def halton_points(dimensions: Sequence[Dimension], count: int, seed: int) -> lis
     """Returns distinct quasi-random points of a search, as values by key.
 
     The points come from a scrambled Halton sequence, which covers all dimensions evenly for any
-    number of points. With a smaller `count`, the points are the first points of a larger `count`.
+    number of points. The points of a smaller `count` are the first points of a larger `count`.
 
     References:
       Halton (1960), Numerische Mathematik 2. Owen (2017), arXiv:1706.02808.

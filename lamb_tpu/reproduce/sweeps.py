@@ -1,6 +1,6 @@
 """Sweeps: a search over config keys, represented as a table in memory.
 
-Each trial is a cell of the table, so the code that runs, resumes and records cells handles it.
+Each trial is a cell of the table, so the code that runs, resumes and records cells handles trials too.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def points(
 
 
 def _typed(config: Spec, dimension: Dimension) -> Dimension:
-    """Returns a dimension whose values have the type of its key."""
+    """Returns the same dimension with values of the type that its key has in the config."""
     key = dimension.key
     value_type = overrides.kind_of(as_dict(config), key)
     if isinstance(dimension, Choice):
@@ -151,7 +151,7 @@ def make(
 
 
 def short_recipe(recipe: str) -> str:
-    """Returns a recipe; replaces the path of a shipped file by its name."""
+    """Returns a recipe in which the path of a shipped file is replaced by the file's name."""
     path, colon, argument = recipe.partition(":")
     name = pathlib.Path(path).stem
     return f"{name if recipe_path(name) == path else path}{colon}{argument}"

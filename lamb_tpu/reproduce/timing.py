@@ -1,4 +1,4 @@
-"""Times of a table's runs: measured, or estimated in the table's file for other platforms."""
+"""Times of a table's runs: measured, or for platforms without records, estimated in the table's file."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 def span(records: Iterable[Record]) -> Span | None:
-    """Returns the times of completed runs; None if there are none."""
+    """Returns the times of completed runs; None if no run is complete."""
     # A diverged run ended early, so its time is too short.
     seconds = [record["seconds"] for record in records if record["values"] is not None]
     if not seconds:

@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 60.0
 class Watch:
     """Context manager that prints a line for each running run every minute.
 
-    If runs are trained one at a time on a terminal, each has a progress bar, so nothing is printed.
+    If runs are trained one at a time on a terminal, each run has a progress bar, so no line is printed.
     """
 
     def __init__(self, setup: RunSetup, processes: int) -> None:

@@ -40,7 +40,7 @@ def write(
     index: bool = True,
     start: pathlib.Path | None = None,
 ) -> list[pathlib.Path]:
-    """Writes the report, prints its location, and returns the pages and figures of the tables.
+    """Writes the report, prints its location, and returns the paths of the tables' pages and figures.
 
     Args:
       tables: the tables to report.
@@ -119,7 +119,7 @@ def _check_names(tables: Mapping[str, Table]) -> None:
 
 
 def _write_counts(pages: Sequence[Page], path: pathlib.Path) -> None:
-    """Replaces the counts in a start page; leaves a page without the two comments unchanged."""
+    """Replaces the counts in a start page; leaves a page without `_BEGIN` and `_END` unchanged."""
     text = reading.read_text(path)
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
