@@ -77,7 +77,7 @@ def process(folder: str, *flags: str, **more: Any) -> dict[str, Any]:
 
 
 def run(folder: pathlib.Path, runs: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Runs several processes; returns their outcomes."""
+    """Starts the processes of several runs; returns the outcome of each process of each run."""
     file = folder / "runs.json"
     file.write_text(json.dumps(runs))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}

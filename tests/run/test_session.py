@@ -37,7 +37,7 @@ def test_saved_is_restored(tmp_path: pathlib.Path) -> None:
     with session(tmp_path, checkpoint__keep=1) as again:
         actual, position = again.restore()
         assert again.resumed and again.saved_step == 3
-        # The session adds the number of updates of the run.
+        # The session fills in total_steps, the run's number of updates.
         assert position == Position({}, starts=3, total_steps=12)
         tiny.assert_equal(actual.params, state.params)
 
