@@ -152,7 +152,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[terminal.Parser], None]]] = {
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs a command."""
+    """Runs the command that the options select."""
     # Import late, here and below: --help needs neither JAX nor Matplotlib.
     from lamb_tpu.reproduce import adopting, choosing, commands, loading, showing
 

@@ -152,7 +152,7 @@ def execute(job: Job, setup: RunSetup, checkpoints: str | None = None) -> Finish
 
 
 def can_share(job: Job) -> bool:
-    """Returns whether one program can train a job together with other seeds."""
+    """Returns whether one program can train a job for several seeds together."""
     stages = jobs_lib.stages(job)
     return len(stages) == 1 and not together.reason_against(stages[0].config())
 

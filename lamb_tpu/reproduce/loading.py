@@ -87,7 +87,7 @@ def folder() -> pathlib.Path:
 
 
 def is_installed() -> bool:
-    """Returns whether the shipped papers belong to an installed wheel, where no records are added."""
+    """Returns whether the shipped papers belong to an installed wheel, to which no records are added."""
     return folder().parent.name == "lamb_tpu" and (folder().parent / "reproduce").is_dir()
 
 
@@ -214,7 +214,7 @@ def _check_metric(metric: Metric, path: pathlib.Path, where: str) -> None:
 def _stages(
     path: pathlib.Path, form: schema.ScaleForm | schema.CellForm, where: str, needed: bool
 ) -> tuple[str, ...]:
-    """Returns `stages`, or `config` as the only stage, or (); rejects a form without both if `needed`."""
+    """Returns `stages`, or `config` as the only stage; () if both are missing, which `needed` forbids."""
     stages, config = tuple(form.stages), form.config
     has_both = stages and config is not None
     if has_both or (needed and not stages and config is None):

@@ -50,7 +50,7 @@ class _Record(Struct):
       sent_bytes: mean number of bytes that a device sends per update.
       seconds: time of training, evaluation and saving; if one program trains several runs, this run's
         share of the program's time.
-      together: number of runs in the program; missing if the program trained one run.
+      together: number of runs that the program trained; missing if it trained one run.
       batch: config.batch_size.
       learning_rate: the largest learning rate used.
       config: hash of the configs.
@@ -101,7 +101,7 @@ class _CarriedTable(Struct):
 
 
 class Files(NamedTuple):
-    """Content of the two files of records.
+    """Content of the two files that store a table's records.
 
     Attributes:
       records: valid records with their line numbers.

@@ -1,6 +1,6 @@
 """The schema of the papers' TOML files: every key with its type and bounds.
 
-`loading` converts each file to these structs, and thus checks every value; then it builds `tables`.
+`loading` converts each file to these structs, and thus checks every value, before it builds a `Table`.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,7 +1,7 @@
 """The status of a cell: measured at the paper's scale, measured at another scale, planned, or not run.
 
-If a cell has runs at several scales, the first matching status counts. A cell that cannot be run, such
-as one with unpublished settings, is "not run"; pages add the reason.
+If a cell has runs at several scales, the first of these statuses that holds counts. A cell that cannot
+be run, such as a cell with unpublished settings, is "not run"; pages add the reason.
 """
 
 import collections

@@ -250,7 +250,7 @@ def column_value(summary: Summary, key: str) -> str:
 
 
 def _to_baseline(values: Sequence[float], baseline: Sequence[float]) -> str:
-    """Formats the difference in percent between a cell's mean and its baseline's, with an interval.
+    """Formats the difference in percent of a cell's mean from its baseline's mean, with an interval.
 
     The interval is the 95 % interval of the difference of two means (Welch). A single run has no
     spread, so then the difference is marked '(one seed)'.

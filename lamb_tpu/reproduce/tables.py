@@ -45,7 +45,7 @@ class Metric(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuning(Struct, frozen=True, forbid_unknown_fields=True):
-    """A search over one config key, the same for every cell, before the cell is measured.
+    """A search over one config key before a cell is measured; it is the same for every cell.
 
     Attributes:
       key: the key, such as 'optimizer.learning_rate'.
@@ -89,7 +89,7 @@ class Scale(NamedTuple):
       hardware: required hardware, for readers.
       minutes: estimated minutes of a run, by platform: on two cores of a 'cpu', on one 'gpu', or on the
         'tpu' that `hardware` names. Used until a run on the platform is recorded; see `timing`.
-      examples: epoch size of the first stage, for plotting its learning rate; 0 if unknown.
+      examples: examples per epoch of the first stage, to plot its learning rate; 0 if unknown.
       cpu_devices: number of CPU devices to create, such as 8 for a cell about communication;
         1 if the number does not matter.
       over_cells: for each stage, config overrides that replace values of the cells, such as the batch
@@ -150,8 +150,8 @@ class Paper(NamedTuple):
     """A paper.
 
     Attributes:
-      key: name of its folder.
-      arxiv: its arXiv identifier; '' if it has none.
+      key: name of the paper's folder.
+      arxiv: arXiv identifier; '' if the paper has none.
       about: notes for readers.
       name: a short name, such as 'LAMB'.
       missing: pairs of a result that no table here covers, and the reason.
@@ -184,12 +184,12 @@ class Table(NamedTuple):
     """A table of a paper.
 
     Attributes:
-      key: its name, such as 'lamb/mnist'.
-      path: its file; the records of its runs are beside it.
+      key: the table's name, such as 'lamb/mnist'.
+      path: the table's file; the records of the table's runs are beside this file.
       scales, cells: the scales and the cells by name.
       source: location of the table in the paper.
       about: notes for readers, such as differences from the paper.
-      tuning: the search before each measurement.
+      tuning: the search before each measurement; None without a search.
       space: range of the search by `run --tune=N`.
       form: '' for the table that its file defines, 'tuned' for the result of `tuning.tuned`.
       columns: keys of `COLUMNS`, shown beside the metric in lists of cells.

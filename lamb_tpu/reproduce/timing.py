@@ -1,4 +1,4 @@
-"""Times of a table's runs: measured, or for platforms without records, estimated in the table's file."""
+"""Times of a table's runs: measured or, for platforms without records, estimated in the table's file."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ _Unit = tuple[str, float]
 
 
 def _unit(seconds: float) -> _Unit:
-    """Returns the unit in which to show a time, and its length in seconds."""
+    """Returns the unit in which to show a time, and the unit's length in seconds."""
     if seconds >= 2 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if seconds >= 60 else ("seconds", 1.0)

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def eval_batch_size(self) -> int:
-        """The smaller of config.eval.batch_size and the set's size, as a multiple of the batch shards."""
+        """The smaller of config.eval.batch_size and the set's size, rounded up to a multiple of shards."""
         parts = mesh_lib.num_batch_shards(self.mesh)
         return -(-min(self.spec.eval.batch_size, len(self.eval_set)) // parts) * parts
 
@@ -141,7 +141,7 @@ class Run:
         return self.spec.batch_size * data.tokens_of(self.train_set.element_spec)
 
     def amounts(self) -> dict[str, float]:
-        """Returns the work in config.batch_size examples, by the rates of `throughput.Throughput`."""
+        """Returns the work in config.batch_size examples, for each rate of `throughput.Throughput`."""
         amounts: dict[str, float] = {"examples_per_second": self.spec.batch_size}
         if self.tokens_per_update:
             amounts["tokens_per_second"] = self.tokens_per_update

@@ -94,7 +94,7 @@ def make_calls(
     """Returns the calls of a run that starts or resumes after `first` updates.
 
     A call ends at each update that is recorded, evaluated or saved or that an observer must see
-    (`observed`), and before each update that needs another program (`begins_stage`).
+    (`observed`), and before each update that needs a new program (`begins_stage`).
     """
 
     def ends(update: int) -> bool:

@@ -28,7 +28,7 @@ _UNKNOWN: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """The components of a run; those that are not known yet are None.
+    """The components of a run; components that are not known yet are None.
 
     Attributes:
       training: False for an evaluation.
@@ -79,7 +79,7 @@ class Combination:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The rule's smallest and largest batch; without bounds, config.batch_size for both."""
+        """The smallest and largest batch size of the rule; config.batch_size for both if it has no bounds."""
         if isinstance(self.rule, Bounded):
             return self.rule.smallest, self.rule.upper
         return self.spec.batch_size, self.spec.batch_size

@@ -29,7 +29,7 @@ class Holding:
         return self.run.shard_batch(self._drawn(indices, epochs), updates)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of what `take` returns for one update."""
+        """Returns shapes, dtypes and shardings of the arrays that `take` returns for one update."""
         zeros = np.zeros((1, 1), np.int64)
         return self.run.abstract_like(self._drawn(zeros, zeros))
 

@@ -2,8 +2,7 @@
 
 With `config.init.optimizer_state = 'keep'`, moments and counts are loaded too. Bias correction then
 continues, but the schedule starts at 0: the learning rate depends on the count minus its initial
-value. init.json records that value, so the folder of config.init_from is not needed after the run has
-begun.
+value. init.json records that value, so a run that has begun no longer needs the folder of init_from.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ _LISTED = 8  # paths in a message
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The arrays of a state that the initial weights provide; paths begin with the state's field.
+    """The arrays of a state that the initial weights provide; paths begin with a field of the state.
 
     Attributes:
       taken: paths of parameters and model state that are loaded.

@@ -1,4 +1,4 @@
-"""A lower bound on a run's memory, checked against the machine before anything is allocated."""
+"""A lower bound on the memory that a run needs, checked before anything is allocated."""
 
 import math
 import os
@@ -90,7 +90,7 @@ def _local_devices(mesh: Mesh) -> list[jax.Device]:
 
 
 def host_bytes() -> int:
-    """Returns the memory of this machine in bytes, or the lower limit of the process's container."""
+    """Returns this machine's memory in bytes, or the limit of the process's container if that is less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _LIMITS:
         try:

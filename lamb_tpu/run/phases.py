@@ -113,8 +113,8 @@ def errors_in_phase(name: str, changes: Mapping[str, Any] | None = None) -> Iter
 def due(spec: Spec, workdir: str | os.PathLike[str]) -> list[Phase]:
     """Returns the phases that are still to run or to resume, after checking all phases.
 
-    The last phase is always included. An earlier phase is omitted if a later phase has begun, or if
-    its last checkpoint is intact and its last evaluation is recorded.
+    The last phase is always included. Any other phase is omitted if a later phase has begun, or if the
+    phase has ended: its last checkpoint is intact, and its last evaluation is recorded.
     """
     phases = split(spec, workdir)
     # Check all folders first: this is quick, while preparing data may take long.

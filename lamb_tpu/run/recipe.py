@@ -45,8 +45,7 @@ class Recipe:
         counts continue those of another run.
       rule: rule of a changing batch size; None for a constant batch size.
       path: batch size of each update; None for a constant batch size. If the rule needs statistics,
-        the path follows the decisions so far, and each new decision makes a new recipe, see
-        `CurrentRecipe`.
+        the path follows the decisions so far; each new decision makes a new recipe, see `CurrentRecipe`.
       rate_scaling: how the rate scales with a changing batch: identity, linear or sqrt.
     """
 

@@ -161,7 +161,7 @@ class Session:
         return self._records, position.eval_due or is_lost
 
     def begin(self) -> None:
-        """Makes the run save on SIGTERM and Ctrl-C; before this call, they end the process at once."""
+        """Makes the run save on SIGTERM and Ctrl-C; until this call, these signals end it at once."""
         self._preemption.begin()
 
     def poll(self, completed: str) -> None:

@@ -22,10 +22,10 @@ _NAMES = {
 
 
 def settings_of(spec: Spec) -> spec_keys.Statistics:
-    """Returns config.statistics plus the settings that batch rule and AGVM need.
+    """Returns config.statistics plus the settings that the batch rule and AGVM need.
 
-    If the rule needs per-example gradients and config.statistics.per_example is 0, uses the
-    examples of one microbatch.
+    If the rule needs per-example gradients and config.statistics.per_example is 0, sets per_example
+    to the number of examples in one microbatch.
     """
     needed = batches.required_statistics(spec)
     if spec.statistics.per_example:

@@ -83,10 +83,9 @@ class Updating:
     Donates the buffers of the state. The sums of several updates have a leading axis (count,).
 
     Attributes:
-      update: makes one update, `(state, step) -> (state, sums)`, or `count` updates if a third
-        argument `count` is given.
-      sent_bytes: returns the bytes that a device sent in the last update, counted in its compiled
-        programs; None under jit and on one device.
+      update: makes one update, `(state, step) -> (state, sums)`; `(state, step, count)` makes several.
+      sent_bytes: returns the bytes that a device sent in the latest update, counted in the update's
+        compiled programs; None under jit and on one device.
       count: returns the number of updates in the call after `step` updates.
       constant: the programs of a constant batch, also for several runs; None if the batch changes.
     """
@@ -102,7 +101,7 @@ class Updating:
 
 @dataclasses.dataclass
 class Sent:
-    """Counts the bytes that a device sent in the last update, see `Updating.sent_bytes`.
+    """Counts the bytes that a device sent in the latest update, see `Updating.sent_bytes`.
 
     Attributes:
       stage: returns the stage of the update after `step` updates; all updates of a stage have the
@@ -274,7 +273,7 @@ def make_updating(
 
     Args:
       run: the run.
-      loader: loader of `run.local_rows` of batches of `config.batch_size` examples.
+      loader: loader of the rows `run.local_rows` of batches of `config.batch_size` examples.
       compiles: whether to compile the programs of the first update now.
       first: number of completed updates.
       report: called with a line when a later stage begins and is compiled.

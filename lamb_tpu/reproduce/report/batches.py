@@ -49,7 +49,7 @@ def has_curve(measured: Sequence[Summary]) -> bool:
 
 
 def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
-    """Plots the metric by batch size, with a line per row of a matrix, or else per optimizer.
+    """Plots the metric by batch size, with a line for each row of a matrix or else for each optimizer.
 
     Small points are seeds; large points are means with their 95 % intervals (Student's t). If two cells
     of a line have the same batch size in their config, there are no lines: each cell is a point at the

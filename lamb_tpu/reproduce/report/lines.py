@@ -38,7 +38,7 @@ def chunks(title: str, lines: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def optimizer_name(optimizer: str) -> str:
-    """Returns the name of an optimizer that figures and pages show."""
+    """Returns an optimizer's name as figures and pages show it."""
     look = style.OPTIMIZERS.get(optimizer.removesuffix("_tf"))
     return optimizer if look is None else look.name
 

@@ -45,14 +45,14 @@ def write(
     Args:
       tables: the tables to report.
       output: folder of the Markdown pages and the figures.
-      html: folder of the HTML site; None for none.
+      html: folder of the HTML site; None: no site.
       records: folder of the user's records; None uses the records beside the tables.
       overview: folder with a template README.md.j2, from which README.md is written to the same folder;
         if the folder is None or has no template, README.md is not written. The README of lamb_tpu.reproduce
         lists what the template may use.
       index: whether to write README.md (the list of `tables`) and a page for each paper to `output`.
-      start: page that receives the status counts of all published values between two comments; None
-        for none.
+      start: page in which the status counts of all published values are written between two comments;
+        None: no page.
 
     Raises:
       UserError: a folder cannot be written, two pages would have the same name, or the template has an error.

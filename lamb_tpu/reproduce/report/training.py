@@ -21,7 +21,7 @@ Curve = list[tuple[float, float]]
 
 
 class _Line(NamedTuple):
-    """A line in a panel: its optimizer, and the curves of loss and metric of each of its runs."""
+    """A line in a panel: its optimizer, and the two curves, loss and metric, of each run."""
 
     optimizer: str
     runs: list[tuple[Curve, Curve]]
