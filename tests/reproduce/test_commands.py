@@ -1,4 +1,4 @@
-"""The printed commands of every table parse to the table's configs; the script checks its variables."""
+"""The printed commands give the configs of their table; the script checks that its variables are set."""
 
 import os
 import pathlib

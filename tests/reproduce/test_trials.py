@@ -19,7 +19,7 @@ SEARCHES = ("optimizer.learning_rate=log(1e-3,1e-1)", "optimizer.name=lamb,adamw
 def measured(
     folder: pathlib.Path, accuracies: Sequence[Sequence[float | None]], **options: str
 ) -> tuple[Sweep, list[Summary]]:
-    """Returns a sweep of four trials, ranked; `accuracies` has the values of each trial's seeds."""
+    """Returns a sweep of four trials and their ranking; `accuracies` has the values of each trial."""
     sweep = make(folder, *SEARCHES, trials=4, seeds=2, **options)
     results = Results(sweep.table)
     for job in engine.due(sweep.table, sweep.scale, sweep.cells, 2, results):

@@ -52,7 +52,7 @@ def rule(name: str, **fields: Any) -> ConfigDict:
 
 
 def config(batch_rule: ConfigDict, **changes: Any) -> ConfigDict:
-    """Returns a config of 1,184 examples in microbatches of 8; a batch has 32 examples at first.
+    """Returns a config of 1,184 examples in microbatches of 8; the first batch has 32 examples.
 
     Batches consist of pairs of microbatches.
     """
@@ -299,7 +299,7 @@ def test_a_rule_turns_on_what_it_needs(
 
 
 def decided(name: str, backend: str) -> ConfigDict:
-    """Returns a config with microbatches of 16 examples, which up to 8 devices can split."""
+    """Returns a config with microbatches of 16 examples, which can be split over 1, 2, 4 or 8 devices."""
     fields = {"simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}}[name]
     return config(
         rule(name, interval=2, lower=32, scaling="sqrt", **fields),
