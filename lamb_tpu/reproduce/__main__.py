@@ -152,7 +152,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[terminal.Parser], None]]] = {
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs a command."""
+    """Runs the command that the options select."""
     # Import late, here and below: --help needs neither JAX nor Matplotlib.
     from lamb_tpu.reproduce import adopting, choosing, commands, loading, showing
 
@@ -238,7 +238,7 @@ def _report(
 
 
 def _path(text: str, key: str) -> pathlib.Path:
-    """Returns a local path as given, or a path in a bucket."""
+    """Returns the path that `text` names, on a local disk or in a bucket."""
     return buckets.parse(text, key) if buckets.is_remote(text) else buckets.local(text, key)
 
 

@@ -48,10 +48,10 @@ def take(tables: Mapping[str, Table], path: pathlib.Path) -> list[str]:
 
 
 def find(tables: Mapping[str, Table], workdir: pathlib.Path) -> Finished:
-    """Returns the job that the run in a workdir has measured, with its record.
+    """Returns the job that the run in a workdir has measured, with the run's record.
 
     The run's config must equal the job's in every key that affects the result, and the run's initial
-    weights must come from a run of the job's previous stage. `workdir` is the workdir of the last stage.
+    weights must come from a run of the job's previous stage. `workdir` is that of the run's last stage.
     If no job matches, raises a UserError that names the nearest cell and the differences.
     """
     chain = _chain(workdir)

@@ -1,7 +1,7 @@
-"""Arrays of cluster jobs: each index trains a fixed share of the runs, with its own records.
+"""Arrays of cluster jobs: each job trains a fixed share of the runs and writes separate records.
 
-The share of an index depends only on the request, not on the records. So if the cluster's queue restarts
-a job, the job has the same runs, and resumes the run that was interrupted.
+The share depends only on the job's index and the request, not on the records. So if the cluster's queue
+restarts a job, the job has the same runs, and resumes the run that was interrupted.
 """
 
 import pathlib
@@ -51,8 +51,8 @@ def parse(text: str) -> Index:
 def units(table: Table, cells: Sequence[Cell], seeds: int) -> list[Unit]:
     """Returns the units of a table: groups of runs that different machines can train independently.
 
-    A unit is one run. In a table with a search, a unit is a search together with the measurements of all
-    cells that use its result, because the measurements must wait for the search.
+    In a table without a search, a unit is one run. In a table with a search, a unit is a search and the
+    measurements of all cells that use its result, because the measurements must wait for the search.
     """
     jobs = [
         Job(table, next(iter(table.scales.values())), cell, seed)

@@ -40,8 +40,8 @@ def checkpoints(seconds: float | None) -> str | None:
 
     A run that is killed without notice loses at most 2 percent of its time, or 30 s if that is more.
     Each save takes a fraction of a second, so 50 saves in a short run would cost more than the training
-    that they protect. The run also saves when the budget ends. If `seconds` is None or 0 (unknown),
-    returns None, which keeps the recipe's setting.
+    that they protect. The run also saves when the budget ends. If `seconds`, the run's estimated time, is
+    None or 0 (unknown), returns None, which keeps the recipe's setting.
     """
     if not seconds:
         return None
@@ -52,7 +52,7 @@ def fitting(jobs: Sequence[Job], results: Results, seconds: float) -> list[Job]:
     """Returns the runs that fit into `seconds` one after another, the most informative first.
 
     Every cell gets its first seed before any second seed. Among runs with the same seed, cells with a
-    published value come first. A run of unknown time is accepted, but is the last of the returned runs.
+    published value come first. The first run of unknown time is accepted if time is left, and ends the list.
     """
     chosen: list[Job] = []
     for job in sorted(jobs, key=lambda job: (job.seed, not job.cell.published)):

@@ -17,7 +17,7 @@ from lamb_tpu.reproduce.tables import Table
 
 
 def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None:
-    """Writes all records of some tables into one file, replacing its content."""
+    """Writes all records of some tables into one file, replacing the file's content."""
     content = [
         {
             "table": table.key,
@@ -32,7 +32,7 @@ def write(path: pathlib.Path, measured: Sequence[tuple[Table, Results]]) -> None
 
 
 def take(path: pathlib.Path, tables: Mapping[str, Table]) -> list[str]:
-    """Adds the records in a file made by `write` to those beside the tables; returns a line per record."""
+    """Adds the records in a file made by `write` to the tables' records; returns a line per record."""
     return _take(path, records_lib.read_carried(path), tables)
 
 

@@ -149,7 +149,7 @@ def listing(needed: Mapping[str, DataFolder], root: str) -> list[str]:
 
 
 def comment(text: str) -> str:
-    """Formats text as a one-line comment, keeping its indentation."""
+    """Formats text as a one-line comment, keeping the indentation."""
     indent = len(text) - len(text.lstrip(" "))
     return f"# {' ' * indent}{' '.join(text.split())}"
 

@@ -16,7 +16,7 @@ def limit(metric: Metric) -> float | None:
 
     For an accuracy the limit is above `chance`, because a network that always predicts the same class
     can pick the most frequent class: the limit is twice `chance`, but at most a tenth of the way from
-    `chance` to 1. For a loss or perplexity it is `chance`. The limit is in the unit of the records.
+    `chance` to 1. For a loss or perplexity the limit is `chance`. Limits are in the unit of the records.
 
     >>> limit(Metric("accuracy", "", chance=0.1)), limit(Metric("accuracy", "", chance=0.5))
     (0.19, 0.55)

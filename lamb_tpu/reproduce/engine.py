@@ -152,7 +152,7 @@ def execute(job: Job, setup: RunSetup, checkpoints: str | None = None) -> Finish
 
 
 def can_share(job: Job) -> bool:
-    """Returns whether one program can train a job together with other seeds."""
+    """Returns whether one program can train a job for several seeds together."""
     stages = jobs_lib.stages(job)
     return len(stages) == 1 and not together.reason_against(stages[0].config())
 
@@ -160,7 +160,7 @@ def can_share(job: Job) -> bool:
 def execute_together(
     jobs: Sequence[Job], setup: RunSetup, checkpoints: str | None = None
 ) -> list[Finished]:
-    """Trains jobs that differ only by seed in one program; see `can_share` and `execute`."""
+    """Trains, in one program, jobs that differ only by seed; see `can_share` and `execute`."""
     if len(jobs) == 1:
         return [execute(jobs[0], setup, checkpoints)]
     first, label = jobs[0], f"{jobs[0].name} and {len(jobs) - 1} more"
@@ -270,7 +270,7 @@ def _check_data(
 
 @contextlib.contextmanager
 def _data_errors(job: Job, stage: int) -> Iterator[None]:
-    """Adds --data to an error about a data folder, because `run` cannot set the folder's key."""
+    """Adds a hint about --data to errors about a data folder, because `run` cannot set the folder's key."""
     try:
         yield
     except UserError as error:
@@ -283,7 +283,7 @@ def _data_errors(job: Job, stage: int) -> Iterator[None]:
 
 
 def run_one_by_one(take: Take, setup: RunSetup, done: Callable[[Finished], None]) -> None:
-    """Runs jobs in this process, until `take` returns None, and passes each record to `done`."""
+    """Runs jobs in this process, until `take` returns None, and passes each finished run to `done`."""
     while (taken := take()) is not None:
         jobs, checkpoints = taken
         for finished in execute_together(jobs, setup, checkpoints):

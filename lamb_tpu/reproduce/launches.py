@@ -32,7 +32,7 @@ def lines(
 ) -> list[str]:
     """Returns the launches of cells on the slice `name`, after lines about their data and variables.
 
-    `data` is a bucket folder that contains the data sets' folders; None uses the shell variable BUCKET.
+    `data` is a bucket folder that contains the data sets' folders; None: gs://${BUCKET}/data.
     """
     slice_ = topology(name)
     if slice_.slices > 1:
@@ -141,7 +141,7 @@ def _batches(config: Spec, slice_: Topology) -> list[tuple[str, int, int]]:
 
 
 def _largest(config: Spec, most: Topology) -> Topology:
-    """Returns the largest slice, up to `most`, whose number of devices divides all batches of a config."""
+    """Returns `most`, or else the largest smaller slice, that splits all batches of a config evenly."""
     sizes = sorted(slices.shapes(most.version), reverse=True)
     others = (topology(f"{most.version}-{size}") for size in sizes)
     reasons = []
@@ -156,7 +156,7 @@ def _largest(config: Spec, most: Topology) -> Topology:
 
 
 def _shares(batches: Sequence[tuple[str, int, int]], pod: Pod) -> str:
-    """Describes how many examples of each batch are on a device and on a process."""
+    """Describes how many examples of each batch each device, and each process, gets."""
     devices, hosts = pod.topology.num_devices, pod.hosts
     texts = []
     for phase, batch, steps in batches:

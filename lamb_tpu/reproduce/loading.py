@@ -40,8 +40,8 @@ and one file per table. For example, mnist.toml defines the table lamb/mnist:
     config = "mnist_lenet:smoke"
     over_cells = [{accumulation_steps = 1}]    # replaces values of the cells; one entry per stage
 
-A run's config is the scale's config with the cell's argument and the overrides of both. A value
-that starts with DATA/ is a path below the folder given by --data. If every cell has a `row` and a
+A run's config is the scale's config with the cell's argument and the overrides of scale and cell. A
+value that starts with DATA/ is a path below the folder given by --data. If every cell has a `row` and a
 `column`, the table is shown as a matrix. `lamb_tpu.reproduce.tables` describes every key, and
 `lamb_tpu.reproduce.schema` has the types and bounds.
 """
@@ -81,20 +81,20 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 
 def folder() -> pathlib.Path:
-    """Returns the folder of the shipped papers: that of an installed wheel, else of this checkout."""
+    """Returns the folder of the shipped papers, in the installed wheel or else in this checkout."""
     installed = pathlib.Path(__file__).resolve().parents[1] / "experiments"
     return installed if installed.is_dir() else installed.parents[1] / "experiments"
 
 
 def is_installed() -> bool:
-    """Returns whether the shipped papers belong to an installed wheel, where no records are added."""
+    """Returns whether the shipped papers belong to an installed wheel, to which no records are added."""
     return folder().parent.name == "lamb_tpu" and (folder().parent / "reproduce").is_dir()
 
 
 def load_all(papers: pathlib.Path, trusted: bool = False) -> dict[str, Table]:
     """Reads every table of a folder of papers.
 
-    Unless `trusted`, tables may name only shipped recipes, and code of the user's modules outside the folder.
+    Unless `trusted`, tables may name only shipped recipes, and code in the user's modules outside the folder.
     """
     tables: dict[str, Table] = {}
     for file in sorted(papers.glob(f"*/{_PAPER_FILE}")):
@@ -214,7 +214,7 @@ def _check_metric(metric: Metric, path: pathlib.Path, where: str) -> None:
 def _stages(
     path: pathlib.Path, form: schema.ScaleForm | schema.CellForm, where: str, needed: bool
 ) -> tuple[str, ...]:
-    """Returns `stages`, or `config` as the only stage; empty if both are missing, unless `needed`."""
+    """Returns `stages`, or `config` as the only stage; () if both are missing, which `needed` forbids."""
     stages, config = tuple(form.stages), form.config
     has_both = stages and config is not None
     if has_both or (needed and not stages and config is None):

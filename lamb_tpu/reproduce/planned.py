@@ -134,7 +134,7 @@ def columns(table: Table, scale: Scale, cell: Cell, plans: Sequence[Planned]) ->
 
 
 def instead(scale: Scale, cell: Cell, plans: Sequence[Planned]) -> str:
-    """Returns the planned value of a scale's metric if a cell has no run, such as '56.9, 27.4 to 118'."""
+    """Returns a cell's planned value of the scale's metric, such as '56.9, 27.4 to 118', or ''."""
     return next(
         (
             f"{_shown(each.value)}, {_shown(each.low)} to {_shown(each.high)}"

@@ -50,7 +50,7 @@ class _Record(Struct):
       sent_bytes: mean number of bytes that a device sends per update.
       seconds: time of training, evaluation and saving; if one program trains several runs, this run's
         share of the program's time.
-      together: number of runs in the program; missing if the program trained one run.
+      together: number of runs that the program trained; missing if it trained one run.
       batch: config.batch_size.
       learning_rate: the largest learning rate used.
       config: hash of the configs.
@@ -101,7 +101,7 @@ class _CarriedTable(Struct):
 
 
 class Files(NamedTuple):
-    """Content of the two files of records.
+    """Content of the two files that store a table's records.
 
     Attributes:
       records: valid records with their line numbers.
@@ -178,7 +178,7 @@ def key_of(record: Mapping[str, Any]) -> tuple[str, str, int, float | None]:
 
 
 def check(record: Any, where: str) -> None:
-    """Checks every value of a record; messages name the record's file and line as `where`."""
+    """Checks every value of a record; `where` is the record's file and line, for messages."""
     schema.convert(record, _Record, where)
     check_each(record["values"] or {}, Number, where, "values.")
     check_each(record["ratios"], _Curve, where, "ratios.")
@@ -193,7 +193,7 @@ def check(record: Any, where: str) -> None:
 def check_configs(configs: Any, digest: str, where: str, key: str = "") -> None:
     """Checks the configs of a run's stages, and their hash.
 
-    Messages name the file as `where`, and the configs by their `key` in the file; '' if they have no key.
+    For messages, `where` is the file, and `key` the key of the configs in the file ('' for none).
     """
     stages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=_MOST_STAGES)]
     schema.convert(configs, stages, where, key[:100])
@@ -208,7 +208,7 @@ def check_configs(configs: Any, digest: str, where: str, key: str = "") -> None:
 
 
 def read_carried(path: pathlib.Path) -> list[tuple[str, str, list[tuple[Record, Configs]]]]:
-    """Reads a file of `run --carry`; for each table: its key, its form, and pairs of record and configs."""
+    """Returns each table's key, form, and pairs of record and configs, from a file of `run --carry`."""
     try:
         content = reading.read_json(path)
         tables = schema.convert(content, list[_CarriedTable], "its content")

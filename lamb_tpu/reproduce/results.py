@@ -34,7 +34,7 @@ _RATE = "examples_per_second"  # a field of training records, not of evaluations
 
 
 class Results:
-    """The records of a table, without damaged ones.
+    """The records of a table, without damaged records.
 
     Args:
       table: the table.
@@ -43,7 +43,7 @@ class Results:
 
     Attributes:
       damage: a sentence for each damaged entry, with file, line and key. Commands that only read
-        print them as warnings; commands that write call `check` first.
+        print these as warnings; commands that write call `check` first.
     """
 
     def __init__(self, table: Table, folder: pathlib.Path | None = None) -> None:
@@ -72,7 +72,7 @@ class Results:
                 self._records[records.key_of(record)] = record
 
     def check(self) -> None:
-        """Rejects damaged files, because a command that writes would delete the entries it cannot read."""
+        """Rejects damaged files, because a command that writes would delete the damaged entries."""
         if self.damage:
             more = f" (and {len(self.damage) - 1} more)" if len(self.damage) > 1 else ""
             raise UserError(
@@ -141,7 +141,7 @@ class Results:
         )
 
     def add(self, record: Record, flat: Sequence[Mapping[str, Any]]) -> None:
-        """Adds or replaces a record with its configs, and writes both files."""
+        """Adds a record with its configs, replacing an older record of the run, and writes both files."""
         line = records.dump(record)
         records.check_configs(flat, record["config"], line[:60])
         if error := self.objection(record["commit"]):
@@ -170,7 +170,7 @@ class Results:
 def of_run(job: Job, folder: pathlib.Path, diverged: str | None = None) -> Record:
     """Creates the record of a run from the files in the workdir of its last stage.
 
-    `diverged` says why the run ended early; None if it is complete.
+    `diverged` says why the run ended early; None if the run is complete.
     """
     path = folder / "metrics.jsonl"
     evaluations = read_records(path, "eval", ["epoch"])
@@ -264,7 +264,7 @@ def _curves(
 
 
 def _receipts(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the receipts of the starts of a run, checked for the fields that records need."""
+    """Returns the receipts of a run, one per process start, after checking the fields that records need."""
     receipts = read_receipts(path)
     if not receipts:
         raise UserError(
@@ -310,7 +310,7 @@ def _thinned(records: Sequence[Record], count: int) -> list[Record]:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a record can hold the value of a metric."""
+    """Returns whether a value is a number that a record can hold."""
     is_numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_numeric and abs(value) <= LARGEST
 

@@ -29,7 +29,7 @@ from lamb_tpu.watch.progress import format_seconds
 
 
 class TableRequest(NamedTuple):
-    """Options of the command; see its --help. Times are in seconds."""
+    """Options of the command `run`, see its --help. Times are in seconds."""
 
     runs: pathlib.Path
     scale: str | None = None
@@ -54,10 +54,10 @@ class TableRequest(NamedTuple):
 
 
 class TablePlan(NamedTuple):
-    """The requested cells and seeds of a table, and its records.
+    """The requested cells and seeds of a table, and the table's records.
 
     Attributes:
-      share: units trained by one job of an array; None for all.
+      share: units that this job of an array trains; None: all units.
       others: records of other array jobs in the same folder; their runs are not repeated.
     """
 
@@ -142,9 +142,9 @@ def share_out(plans: Sequence[TablePlan], index: Index | None) -> list[TablePlan
 def records_of(
     table: Table, folder: pathlib.Path | None, index: Index | None, target: pathlib.Path | None
 ) -> tuple[Results, list[Results]]:
-    """Returns the records to which a job adds its own, and the records of other array jobs in `folder`.
+    """Returns the records that a job extends, and the records of other array jobs in `folder`.
 
-    If there is no index, the records are in the folder `target`, see `Results`.
+    Without an index, the job extends the records in the folder `target`, see `Results`.
     """
     others = [] if folder is None else arrays.folders(folder)
     if index is not None:
@@ -183,7 +183,7 @@ def train(
 ) -> None:
     """Trains missing and stale runs, and calls `show` with the records of each completed table.
 
-    Each record is saved when its run ends. Messages name `request.runs` by its option, `flag`.
+    Each record is saved when its run ends. For messages, `flag` is the option that sets `request.runs`.
     """
     with _locked(request, flag), terminal.lasting():
         _train(plans, request, show)

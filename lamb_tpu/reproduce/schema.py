@@ -1,6 +1,6 @@
 """The schema of the papers' TOML files: every key with its type and bounds.
 
-`loading` converts a file to these structs, which checks every value, and builds `tables` from them.
+`loading` converts each file to these structs, and thus checks every value, before it builds a `Table`.
 """
 
 from typing import Annotated, Any, Literal
@@ -49,7 +49,7 @@ class MinutesForm(_Form, frozen=True):
 
 
 class ScaleForm(_Form, frozen=True):
-    """See `tables.Scale`. Either `config` or `stages` is required."""
+    """The section of a scale; see `tables.Scale`. Either `config` or `stages` is required."""
 
     config: Recipe | None = None
     stages: list[Recipe] = []
@@ -66,7 +66,7 @@ class ScaleForm(_Form, frozen=True):
 
 
 class ScalesForm(_Form, frozen=True):
-    """One struct for each of `tables.SCALES`."""
+    """The sections of all scales; None for a scale that the table does not have."""
 
     smoke: ScaleForm | None = None
     small: ScaleForm | None = None
@@ -74,7 +74,7 @@ class ScalesForm(_Form, frozen=True):
 
 
 class CellForm(_Form, frozen=True):
-    """See `tables.Cell`. `loading` checks the values of `published`, to name each in errors."""
+    """An entry of [[cells]]; see `tables.Cell`. `loading` checks the values of `published`."""
 
     name: Word
     argument: Line = ""

@@ -19,7 +19,7 @@ _DRAWS = 100
 
 
 class Range(NamedTuple):
-    """Numbers between two bounds.
+    """The range of numbers from `low` to `high`, both included.
 
     Attributes:
       key: the config key, such as 'optimizer.learning_rate'.
@@ -100,16 +100,16 @@ def parse(text: str) -> Dimension:
 
 
 def grid(choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Returns every combination of the values, as values by key; the last key changes fastest."""
+    """Returns every combination of values, each as a dictionary by key; the last key changes fastest."""
     keys = [choice.key for choice in choices]
     return [dict(zip(keys, values)) for values in itertools.product(*(c.values for c in choices))]
 
 
 def halton_points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns distinct quasi-random points of a search, as values by key.
+    """Returns distinct quasi-random points of a search, each as a dictionary from key to value.
 
     The points come from a scrambled Halton sequence, which covers all dimensions evenly for any
-    number of points. With a smaller `count`, the points are the first points of a larger `count`.
+    number of points. The points of a smaller `count` are the first points of a larger `count`.
 
     References:
       Halton (1960), Numerische Mathematik 2. Owen (2017), arXiv:1706.02808.

@@ -1,4 +1,4 @@
-"""Prints tables: the paper's values beside the measured ones."""
+"""Prints tables: the paper's values beside the measured values."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def show(tables: Sequence[Table], records: pathlib.Path | None) -> None:
 
 
 def show_head(table: Table) -> None:
-    """Prints the title of a table, its source in the paper, and notes about it."""
+    """Prints the title of a table, its source in the paper, and notes about the table."""
     print(fit(f"{table.key}: {table.title}"))
     where = ", ".join(
         filter(None, [table.paper.arxiv and f"arXiv:{table.paper.arxiv}", table.source])

@@ -1,7 +1,7 @@
 """The status of a cell: measured at the paper's scale, measured at another scale, planned, or not run.
 
-If a cell has runs at several scales, the first matching status counts. A cell that cannot be run, such
-as one with unpublished settings, is "not run"; pages add the reason.
+If a cell has runs at several scales, the first of these statuses that holds counts. A cell that cannot
+be run, such as a cell with unpublished settings, is "not run"; pages add the reason.
 """
 
 import collections
@@ -15,7 +15,7 @@ from lamb_tpu.reproduce.tables import Cell, Scale, Table
 
 
 class Status(enum.Enum):
-    """The four states, in the order of the pages."""
+    """The four statuses of a cell, in the order of the pages."""
 
     PAPER = "measured at the paper's scale"
     OTHER = "measured at another scale"
@@ -60,8 +60,8 @@ def label(table: Table, cell: Cell, standing: Status, detail: str) -> tuple[str,
 def is_planned(scale: Scale, cell: Cell, plans: Iterable[Planned]) -> bool:
     """Returns whether the planner has predicted a cell's value at a scale.
 
-    The value is the scale's metric, or another metric if the paper publishes only that. So a planned time
-    makes a published time "planned", but not a published accuracy.
+    The value is that of the scale's metric or, if the paper publishes only other metrics of the cell, of
+    any of them. So a planned time makes a published time "planned", but not a published accuracy.
     """
     if scale.name != planned.SCALE:
         return False

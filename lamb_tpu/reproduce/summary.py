@@ -18,20 +18,20 @@ class Summary(NamedTuple):
     """Published and measured values of a cell at a scale.
 
     Attributes:
-      published: the paper's value as text; '' if it has none.
+      published: the paper's value as text; '' if the paper has none.
       records: records of the measurements with the current config.
       values: metric of each record in the published unit; None for a diverged run (`divergence`).
       mean: mean of `values`; None if they are empty or a run diverged.
       half_width: half the 95 % interval of the mean (Student's t); None for fewer than two runs.
       distance: mean minus the published number; None if either is missing, or if the scale is not the
-        paper's, because then they are not comparable.
+        paper's, because then the two numbers are not comparable.
       stale: records of the measurements with another config.
       changes: the changes in the config since the first stale record.
       search: searched values and their means, such as '0.01: 96.9, 0.02: 97.3 (chosen)'; '' without
         a complete search.
       status: 'measured', '2 of 5 seeds', 'stale', 'not run', the progress of the search, or why the
         cell cannot be run.
-      baseline: values of the baseline cell; empty if there is none or one of its runs diverged.
+      baseline: values of the baseline cell; empty without such a cell, or if one of its runs diverged.
     """
 
     cell: Cell
@@ -250,7 +250,7 @@ def column_value(summary: Summary, key: str) -> str:
 
 
 def _to_baseline(values: Sequence[float], baseline: Sequence[float]) -> str:
-    """Formats the difference in percent between a cell's mean and its baseline's, with an interval.
+    """Formats the difference in percent of a cell's mean from its baseline's mean, with an interval.
 
     The interval is the 95 % interval of the difference of two means (Welch). A single run has no
     spread, so then the difference is marked '(one seed)'.
@@ -274,7 +274,7 @@ def _to_baseline(values: Sequence[float], baseline: Sequence[float]) -> str:
 
 
 def average_batch(record: Record) -> float:
-    """Returns the mean number of examples per update."""
+    """Returns a run's mean number of examples per update."""
     updates = record["updates"]
     # Older records have no example counts, because their batch was constant. A run that diverged at its
     # start has no updates.

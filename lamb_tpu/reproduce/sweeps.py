@@ -1,6 +1,6 @@
 """Sweeps: a search over config keys, represented as a table in memory.
 
-Each trial is a cell of the table, so the code that runs, resumes and records cells handles it.
+Each trial is a cell of the table, so the code that runs, resumes and records cells handles trials too.
 """
 
 import contextlib
@@ -50,8 +50,7 @@ def points(
 ) -> tuple[list[Dimension], list[dict[str, Any]]]:
     """Returns the dimensions of a search, in the syntax of `search.parse`, and its points.
 
-    If every dimension is a list and `trials` is None, the points are the full grid. A point maps keys to
-    values.
+    If every dimension is a list and `trials` is None, the points are the full grid. They map keys to values.
     """
     dimensions = [_typed(config, search.parse(text)) for text in searches]
     keys = [dimension.key for dimension in dimensions]
@@ -83,7 +82,7 @@ def points(
 
 
 def _typed(config: Spec, dimension: Dimension) -> Dimension:
-    """Returns a dimension whose values have the type of its key."""
+    """Converts the values of a dimension to the type of its config key."""
     key = dimension.key
     value_type = overrides.kind_of(as_dict(config), key)
     if isinstance(dimension, Choice):
@@ -151,7 +150,7 @@ def make(
 
 
 def short_recipe(recipe: str) -> str:
-    """Returns a recipe; replaces the path of a shipped file by its name."""
+    """Returns a recipe in which the path of a shipped file is replaced by the file's name."""
     path, colon, argument = recipe.partition(":")
     name = pathlib.Path(path).stem
     return f"{name if recipe_path(name) == path else path}{colon}{argument}"
@@ -200,7 +199,7 @@ def _configs(stage: JobStage, values: Sequence[Mapping[str, Any]]) -> list[Spec]
 def _prepare(
     configs: Sequence[Spec], values: Sequence[Mapping[str, Any]], keys: Sequence[str]
 ) -> list[str]:
-    """Builds the first trial, and the first trial with each value of `keys`; returns the metrics' names."""
+    """Builds the first trial, and the first trial with each value of `keys`; returns the metric names."""
     seen: set[tuple[str, str]] = set()
     names: list[str] = []
     for number, (config, point) in enumerate(zip(configs, values)):
@@ -225,7 +224,7 @@ def _naming(number: int, point: Mapping[str, Any]) -> Iterator[None]:
 
 
 def check_records(sweep: Sweep, results: Results) -> None:
-    """Rejects a folder with damaged records or records of another sweep, which would be lost."""
+    """Rejects a folder with damaged records or records of another sweep, because they would be lost."""
     folder = sweep.table.path.parent
     results.check()
     for summary in summaries(sweep.table, sweep.scale, results):

@@ -45,7 +45,7 @@ class Metric(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuning(Struct, frozen=True, forbid_unknown_fields=True):
-    """A search over one config key, the same for every cell, before the cell is measured.
+    """A search over one config key before a cell is measured; it is the same for every cell.
 
     Attributes:
       key: the key, such as 'optimizer.learning_rate'.
@@ -80,7 +80,7 @@ class Scale(NamedTuple):
     Attributes:
       name: one of `SCALES`.
       stages: recipes with arguments, such as 'mnist_lenet:network=lenet5'. Each stage starts from the
-        weights of the previous one; the last stage is measured.
+        weights of the previous stage; the last stage is measured.
       metric: the metric to measure.
       overrides: config overrides of the last stage.
       seeds: number of runs per cell that the table requests.
@@ -89,7 +89,7 @@ class Scale(NamedTuple):
       hardware: required hardware, for readers.
       minutes: estimated minutes of a run, by platform: on two cores of a 'cpu', on one 'gpu', or on the
         'tpu' that `hardware` names. Used until a run on the platform is recorded; see `timing`.
-      examples: epoch size of the first stage, for plotting its learning rate; 0 if unknown.
+      examples: examples per epoch of the first stage, to plot its learning rate; 0 if unknown.
       cpu_devices: number of CPU devices to create, such as 8 for a cell about communication;
         1 if the number does not matter.
       over_cells: for each stage, config overrides that replace values of the cells, such as the batch
@@ -117,17 +117,17 @@ class Cell(NamedTuple):
       name: a name that is unique within the table.
       argument: argument of the first stage's recipe, such as 'optimizer=lamb'.
       stages: recipes that replace those of the scale; if empty, the scale's are used. A cell with fewer
-        stages than the scale skips the first stages, such as pre-training for a network with random weights.
+        stages than the scale skips the first stages, such as pre-training, and starts from random weights.
         At the scale smoke each recipe gets the argument `smoke`.
       overrides: config overrides of the last stage.
       first: config overrides of the first of several stages.
       published: the paper's values by metric key; a text, such as 'diverged', for a run that failed.
-      known: 'seen' or 'recalled'; '' if the paper has no value.
+      known: 'seen' or 'recalled' for the published values; '' if there are none.
       unknown: why the cell cannot be run, such as 'settings not published'; '' if it can.
       tuned_by: name of the cell whose search result this cell uses, such as the cell with the smallest
         batch; if '', this cell has a search.
       search: additional config overrides of the runs of this cell's search, see `Tuning`.
-      baseline: name of the cell with which the column `to_baseline` compares this cell; '' for none.
+      baseline: name of the cell that is the baseline in the column `to_baseline`; '' for none.
       row, column: position in the table's matrix, such as 'LAMB' and '1,024'; '' without a matrix.
     """
 
@@ -150,8 +150,8 @@ class Paper(NamedTuple):
     """A paper.
 
     Attributes:
-      key: name of its folder.
-      arxiv: its arXiv identifier; '' if it has none.
+      key: name of the paper's folder.
+      arxiv: arXiv identifier; '' if the paper has none.
       about: notes for readers.
       name: a short name, such as 'LAMB'.
       missing: pairs of a result that no table here covers, and the reason.
@@ -168,7 +168,7 @@ class Paper(NamedTuple):
 def check_runs(
     where: str, cells: Collection[Cell], seeds: int, tuning: Tuning | None = None
 ) -> None:
-    """Rejects a table, named `where`, with too many runs to list and count."""
+    """Rejects a table with too many runs to list and count; `where` names the table in messages."""
     searches = 0 if tuning is None else len(tuning.factors) * tuning.seeds
     runs = len(cells) * (seeds + searches)
     if runs > limits.MAX_RUNS:
@@ -184,12 +184,12 @@ class Table(NamedTuple):
     """A table of a paper.
 
     Attributes:
-      key: its name, such as 'lamb/mnist'.
-      path: its file; the records of its runs are beside it.
+      key: the table's name, such as 'lamb/mnist'.
+      path: the table's file; the records of the table's runs are beside this file.
       scales, cells: the scales and the cells by name.
       source: location of the table in the paper.
       about: notes for readers, such as differences from the paper.
-      tuning: the search before each measurement.
+      tuning: the search before each measurement; None without a search.
       space: range of the search by `run --tune=N`.
       form: '' for the table that its file defines, 'tuned' for the result of `tuning.tuned`.
       columns: keys of `COLUMNS`, shown beside the metric in lists of cells.
@@ -209,7 +209,7 @@ class Table(NamedTuple):
     columns: tuple[str, ...] = ()
 
     def measured_scales(self) -> list[Scale]:
-        """Returns the scales whose runs are results, the paper's scale first."""
+        """Returns the scales whose runs count as results (not smoke), the paper's scale first."""
         return [self.scales[name] for name in ("paper", "small") if name in self.scales]
 
     @property

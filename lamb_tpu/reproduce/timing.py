@@ -1,4 +1,4 @@
-"""Times of a table's runs: measured, or estimated in the table's file for other platforms."""
+"""Times of a table's runs: measured or, for platforms without records, estimated in the table's file."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 def span(records: Iterable[Record]) -> Span | None:
-    """Returns the times of completed runs; None if there are none."""
+    """Returns the times of completed runs; None if no run is complete."""
     # A diverged run ended early, so its time is too short.
     seconds = [record["seconds"] for record in records if record["values"] is not None]
     if not seconds:
@@ -80,7 +80,7 @@ _Unit = tuple[str, float]
 
 
 def _unit(seconds: float) -> _Unit:
-    """Returns the unit in which to show a time, and its length in seconds."""
+    """Returns the unit in which to show a time, and the unit's length in seconds."""
     if seconds >= 2 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if seconds >= 60 else ("seconds", 1.0)

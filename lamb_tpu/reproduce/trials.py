@@ -68,7 +68,7 @@ def _shown(value: Any) -> str:
 
 
 def best_command(sweep: Sweep, ranking: Sequence[Summary]) -> str | None:
-    """Returns the command that trains the best of ranked trials; None if no trial has a value."""
+    """Returns the command that trains the best trial of a ranking; None if no trial has a value."""
     if ranking[0].mean is None:
         return None
     (stage,) = jobs.stages(Job(sweep.table, sweep.scale, ranking[0].cell, 0))

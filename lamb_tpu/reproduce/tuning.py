@@ -36,7 +36,7 @@ def tuned(table: Table, count: int) -> Table:
 def forms(table: Table, records: pathlib.Path | None) -> Sequence[Table]:
     """Returns a table, and its tuned form if that form has records in `records` or beside the table.
 
-    The tuned form searches the number of values that its records contain.
+    The tuned form searches as many values as its records contain.
     """
     if table.tuning is not None:
         return [table]

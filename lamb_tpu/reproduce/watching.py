@@ -16,9 +16,9 @@ _SECONDS_BETWEEN_LINES = 60.0
 
 
 class Watch:
-    """Context manager that prints a line for each running run every minute.
+    """Context manager that prints, every minute, a line for each run in progress.
 
-    If runs are trained one at a time on a terminal, each has a progress bar, so nothing is printed.
+    If runs are trained one at a time on a terminal, each run has a progress bar, so no line is printed.
     """
 
     def __init__(self, setup: RunSetup, processes: int) -> None:
@@ -44,7 +44,7 @@ class Watch:
         self._running.pop(job.key, None)
 
     def lines(self) -> list[str]:
-        """Returns a line for each running run: its update, epoch, loss and elapsed time."""
+        """Returns a line for each run in progress: its update, epoch, loss and elapsed time."""
         lines = []
         for job, began in list(self._running.values()):
             folder = engine.workdirs(job, self._setup)[-1]

@@ -1,4 +1,4 @@
-"""Trains runs of a table side by side, each in its own process."""
+"""Trains runs of a table side by side, in several processes."""
 
 import contextlib
 import multiprocessing
@@ -26,9 +26,9 @@ def run_side_by_side(
     """Runs jobs in several processes, which share the cores and accelerators of the machine.
 
     Each process takes one job after another. Before this function returns or raises, it asks every
-    process to save, and waits until all have ended. `take` and `done` are called in this process, see
-    `engine.run_one_by_one`; `take` is called again after each job, because its record may make further
-    jobs due.
+    process to save, and waits until all processes have ended. `take` and `done` are called in this process,
+    see `engine.run_one_by_one`; `take` is called again after each job, because the job's record may make
+    further jobs due.
     """
     # Use huge pages, because arrays are mapped again in every step: page faults took a fifth of the time
     # of an LSTM language model on a CPU.
@@ -112,7 +112,7 @@ def _shares(processes: int) -> list[set[int]]:
 def _work(
     pipe: Connection, cores: set[int], setup: RunSetup, environment: Mapping[str, str]
 ) -> None:
-    """Runs jobs received through the pipe, until it is closed."""
+    """Runs jobs received through the pipe, until the pipe is closed."""
     os.environ.update(environment)  # JAX reads these variables when it initializes the devices
     if cores:
         os.sched_setaffinity(0, cores)

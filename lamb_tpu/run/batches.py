@@ -30,7 +30,7 @@ _SCALINGS = ("identity", "linear", "sqrt")
 
 
 def check_rule(spec: Spec) -> tuple[Rule | None, str]:
-    """Returns a config's batch rule, None for a constant batch, and the learning-rate scaling."""
+    """Returns a config's batch rule (None for a constant batch) and its learning-rate scaling."""
     section = spec.batch_rule
     name, fields = RULES.name_in(section), plain(section.fields)
     made = RULES.find(name)
@@ -68,7 +68,7 @@ def check_rule(spec: Spec) -> tuple[Rule | None, str]:
 
 
 def _in_pairs(spec: Spec, rule: type[Rule]) -> bool:
-    """Returns whether a batch must consist of pairs of microbatches, which the run compares."""
+    """Returns whether the run compares pairs of microbatches; if so, rejects odd accumulation_steps."""
     what = compares_parts(spec, rule)
     if spec.parallel.backend != "jit" or not what:
         return False
@@ -110,7 +110,7 @@ def required_statistics(spec: Spec) -> dict[str, Any]:
 
 
 def granularity(spec: Spec) -> int:
-    """Returns the size of a microbatch over all devices; each batch size is a multiple of it."""
+    """Returns the examples in a microbatch over all devices; this number divides each batch size."""
     return spec.batch_size // spec.accumulation_steps
 
 
@@ -123,7 +123,7 @@ def resolve_path(spec: Spec, base_updates: int, most: int) -> tuple[Rule | None,
     Args:
       spec: a config.
       base_updates: length of the run in updates of config.batch_size examples.
-      most: the largest number of updates allowed.
+      most: the largest allowed number of updates.
     """
     rule, scaling = check_rule(spec)
     if rule is None:

@@ -45,14 +45,14 @@ class Run:
 
     Attributes:
       folder: the workdir; None for a run that is only planned.
-      plain_task: the task as jit needs it: unlike `task`, its model names no mesh axes.
+      plain_task: the task for use under jit; its model names no mesh axes.
       tx: the optimizer's transformation; for a changing batch size, see `optimizer_at`.
       layout: shardings of parameters and moments.
       init: creates the state before the first update, see `state.make_init`.
       abstract_state: shapes, dtypes and shardings of the state.
       metadata: parameter metadata, see `parameters.resolve`.
       table: the parameter metadata as a text table.
-      leaves: the optimizer's update and state of each parameter.
+      leaves: report on the optimizer's update and state for each parameter.
       batch_norm: a line about the groups of BatchNorm; '' for a model without BatchNorm.
       start: source of the initial weights; None for random weights.
     """
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def eval_batch_size(self) -> int:
-        """The smaller of config.eval.batch_size and the set's size, rounded up to fill all shards."""
+        """The smaller of config.eval.batch_size and the set's size, rounded up to a multiple of shards."""
         parts = mesh_lib.num_batch_shards(self.mesh)
         return -(-min(self.spec.eval.batch_size, len(self.eval_set)) // parts) * parts
 
@@ -141,7 +141,7 @@ class Run:
         return self.spec.batch_size * data.tokens_of(self.train_set.element_spec)
 
     def amounts(self) -> dict[str, float]:
-        """Returns what config.batch_size examples add to each rate of `throughput.Throughput`."""
+        """Returns the work in config.batch_size examples, for each rate of `throughput.Throughput`."""
         amounts: dict[str, float] = {"examples_per_second": self.spec.batch_size}
         if self.tokens_per_update:
             amounts["tokens_per_second"] = self.tokens_per_update
@@ -167,9 +167,9 @@ class Run:
         return step_lib.stage_at(self.tx, exchange or self.exchange, update)
 
     def optimizer_at(self, rate: jax.Array) -> optax.GradientTransformation:
-        """Returns the optimizer with a given learning rate if the batch changes; otherwise `tx`.
+        """Returns the optimizer with a given learning rate if the batch size changes; otherwise `tx`.
 
-        The states of the two optimizers have the same structure.
+        The states of this optimizer and of `tx` have the same structure.
         """
         return self.tx if self.recipe.path is None else self.make_optimizer(self.recipe, rate)
 
@@ -182,7 +182,7 @@ class Run:
         return self.optimizer.make(recipe, self.abstract_state.params, layout, rate)
 
     def saved_state(self, shapes: Mapping[str, Any]) -> state_lib.TrainState:
-        """Returns the abstract state with which to read a checkpoint that has these shapes."""
+        """Returns the abstract state for reading a checkpoint whose arrays have these shapes."""
         return state_lib.saved(self.abstract_state, shapes, self.parts)
 
     def first_state(self) -> state_lib.TrainState:
@@ -198,8 +198,8 @@ class Run:
     ) -> jax.stages.Wrapped:
         """Returns the step of the update that follows `update` completed updates.
 
-        `exchange` is the run's exchange with values chosen from the state; None: the initial one.
-        The options are arguments of `step.make_train_step`.
+        `exchange` is the run's exchange with values chosen from the state; None: the initial exchange.
+        `options` are further arguments of `step.make_train_step`.
         """
         spec, parallel = self.spec, self.spec.parallel
         return step_lib.make_train_step(
@@ -223,7 +223,7 @@ class Run:
         )
 
     def shard_batch(self, batch: data.Batch, updates: int = 1) -> dict[str, jax.Array]:
-        """Splits a batch of the rows in `local_rows` over the mesh, see `rows.shard_batch`."""
+        """Splits a batch over the mesh, given the rows of `local_rows`; see `rows.shard_batch`."""
         return rows_lib.shard_batch(batch, self.spec.batch_size, self.mesh, updates)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:

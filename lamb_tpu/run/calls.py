@@ -1,6 +1,6 @@
 """The number of updates in each call of the compiled step: `config.loop.updates_per_call`.
 
-A call ends at each update after which the loop has work: a record, an evaluation, a save, another
+A call ends at each update after which the loop has work: a record, an evaluation, a save, a new
 stage of the exchange, or work of an observer. Records, checkpoints and guards are therefore the
 same as with one update per call.
 """
@@ -21,7 +21,7 @@ _PLANNED = 4000
 class Calls:
     """Divides a run's updates into calls of `size` updates, and single updates between them.
 
-    With two sizes, two compiled programs are enough. The first update after the run starts or
+    Calls have only two sizes, so two compiled programs suffice. The first update after the run starts or
     resumes is a separate call, because rates and the time left are measured from its end.
 
     Args:
@@ -94,7 +94,7 @@ def make_calls(
     """Returns the calls of a run that starts or resumes after `first` updates.
 
     A call ends at each update that is recorded, evaluated or saved or that an observer must see
-    (`observed`), and before each update that needs another program (`begins_stage`).
+    (`observed`), and before each update that needs a new program (`begins_stage`).
     """
 
     def ends(update: int) -> bool:
@@ -110,6 +110,6 @@ def make_calls(
 
 
 def added_by_host(spec: Spec) -> str:
-    """Returns the key=value that makes the host add up microbatches; '' if the devices add them."""
+    """Returns the setting 'key=value' that makes the host add up microbatches; '' if devices do."""
     changes = batches.check_rule(spec)[0] is not None
     return f"config.batch_rule.name={spec.batch_rule.name!r}" if changes else ""

@@ -1,4 +1,4 @@
-"""The registries of all component types, keyed by the config section of their fields.
+"""The registries of all component types, keyed by the config section that holds a component's fields.
 
 The registry of optimizers is here, because `lamb_tpu.optim` imports no other package. Each other
 registry is defined beside its shipped components.
@@ -35,9 +35,9 @@ REGISTRIES = {
 
 
 def check_fields(spec: Spec) -> None:
-    """Rejects an unknown or missing field, and a value of the wrong type.
+    """Rejects unknown or missing fields of components, and values of the wrong type.
 
-    A component that does not exist is reported when it is built.
+    Ignores an unknown component, because building the component reports it.
     """
     for section, registry in REGISTRIES.items():
         name = registry.name_of(as_dict(spec))

@@ -92,7 +92,7 @@ def check_statistics(
     train_set: data.Source,
     in_microbatches: bool = False,
 ) -> None:
-    """Rejects a model with custom layers of batch statistics that would see only part of the batch.
+    """Rejects a model whose custom layers with batch statistics would see only part of the batch.
 
     `in_microbatches`: whether the step processes microbatches, even if a batch has only one.
     """

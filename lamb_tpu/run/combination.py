@@ -28,7 +28,7 @@ _UNKNOWN: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """The components of a run; those that are not known yet are None.
+    """The components of a run; components that are not known yet are None.
 
     Attributes:
       training: False for an evaluation.
@@ -79,7 +79,7 @@ class Combination:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The rule's smallest and largest batch; without bounds, config.batch_size for both."""
+        """The smallest and largest batch size of the rule; config.batch_size for both if it has no bounds."""
         if isinstance(self.rule, Bounded):
             return self.rule.smallest, self.rule.upper
         return self.spec.batch_size, self.spec.batch_size
@@ -100,7 +100,7 @@ class Combination:
 
     @property
     def switch(self) -> str:
-        """The first requested statistic that compares parts of the batch; '' for none."""
+        """The first requested statistic, except AGVM's halves, that compares parts of the batch, or ''."""
         # Ignore the halves for AGVM: AGVM is meant for detectors, which often have BatchNorm groups
         # over several devices.
         asked = (
@@ -182,6 +182,6 @@ class Combination:
 
     @property
     def layer(self) -> str:
-        """Path of a layer that stores batch statistics, like BatchNorm; '' for none."""
+        """Path of a layer that stores batch statistics, such as BatchNorm; '' for none."""
         path = next(iter(parameters.leaf_paths(self.state.model_state)), "")
         return path.rpartition("/")[0].partition("/")[2] or path

@@ -1,4 +1,4 @@
-"""Components and settings that cannot be combined, as a table; the README's table is made from it.
+"""The table of components and settings that cannot be combined, also shown in the README.
 
 A row has a predicate over a `Combination` and the texts of the error that rejects the config. Rows
 are grouped by stage, cheapest first: a stage is checked as soon as its inputs are known.
@@ -38,10 +38,10 @@ class Conflict(NamedTuple):
     """Two components or settings that cannot be combined.
 
     Attributes:
-      part, other: the names of the two in the README.
+      part, other: the names of the two components or settings in the README.
       holds: returns whether a run has both.
-      subject: the key that the error is about, or a function that returns its subject.
-      problem: the predicate of the error, without the beginning that the subject gives.
+      subject: the config key that the error names, or a function from the run to a `Subject`.
+      problem: the error's problem; a `Subject` may put a beginning before it.
       remedy: see `UserError`.
       always: whether the row applies to an evaluation too.
     """
@@ -434,13 +434,13 @@ TABLE = {
 
 
 def rejection(run: Combination, stage: str) -> UserError | None:
-    """Returns the error of the first row of a stage that applies; None if none does."""
+    """Returns the error of the first applicable row of a stage; None if no row applies."""
     rows = (row for row in TABLE[stage] if run.training or row.always or stage in _ALWAYS)
     return next((row.error(run) for row in rows if row.holds(run)), None)
 
 
 def check(run: Combination, stage: str) -> None:
-    """Raises the error that `rejection` returns; `run` must have all components of the stage."""
+    """Raises the error of a stage's first applicable row; stage "config" first checks `requires`."""
     if stage == "config":
         _check_declared(run)
     if error := rejection(run, stage):

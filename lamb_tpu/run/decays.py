@@ -108,7 +108,7 @@ def arguments(schedule: Schedule, run: DecaySpan) -> dict[str, Any]:
 
 
 def _custom(name: str, options: Mapping[str, Any], decay_steps: float) -> Callable[..., Any]:
-    """Returns a custom decay after checking that it maps N counts to N numbers."""
+    """Returns a custom decay after checking that it maps an array of counts to as many numbers."""
     takes = {parameter.name for parameter in parameters(DECAYS.find(name))}
     given = {"decay_steps": decay_steps} if "decay_steps" in takes else {}
     part: Callable[..., Any] = DECAYS.make(name, options, **given)

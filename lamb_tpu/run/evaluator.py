@@ -34,10 +34,10 @@ def make_evaluator(
     Compiles the evaluation step. If the set fits into `config.loop.held_share` of a device's
     memory, it stays there after the first evaluation, and later evaluations do not send it again.
 
-    Each example counts exactly once for any batch size, number of devices and processes. If the
-    optimizer has separate weights for evaluation, like `schedule_free_adamw`, these are evaluated.
-    If the state has moving averages of the weights, these averages are evaluated too: 'ema_accuracy'
-    is returned beside 'accuracy'.
+    Each example counts exactly once for any batch size and any numbers of devices and processes. If
+    the optimizer has separate weights for evaluation, as `schedule_free_adamw` has, those weights are
+    evaluated. If the state has moving averages of the weights, the averages are evaluated too:
+    'ema_accuracy' is returned beside 'accuracy'.
 
     Args:
       run: the run.
@@ -171,7 +171,7 @@ def _batches(
     """Yields this process's rows of the evaluation batches.
 
     If one of several processes cannot read its rows, that process adds the error to `failures` and
-    yields masked zeros to the end, because the other processes wait for it in each batch.
+    yields masked zeros from then on, because the other processes wait for it in each batch.
     """
     batches = data.eval_batches(run.eval_set, batch_size, rows, eval_check(run))
     for _ in range(-(-len(run.eval_set) // batch_size)):
@@ -190,9 +190,9 @@ def _batches(
 
 @contextlib.contextmanager
 def _explained(run: Run) -> Iterator[None]:
-    """If an evaluation cannot be traced, names a field that differs from the training split.
+    """If tracing an evaluation fails, raises an error that names a field in which the splits differ.
 
-    Use it around tracing only: a failed compilation has other causes.
+    Use this context manager around tracing only: a failed compilation has other causes.
     """
     try:
         yield

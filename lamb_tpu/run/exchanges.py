@@ -49,8 +49,8 @@ def make_sharded(
       spec: the config.
       layout: the shardings of parameters and moments.
       params: the parameters, or their shapes.
-      stacked: regex over the paths of parameters that stack layers along axis 0; the default of the
-        exchange's option `stacked`.
+      stacked: regex that matches the paths of parameters that stack layers along axis 0; the default
+        of the exchange's option `stacked`.
     """
     if spec.parallel.backend != "shard_map":
         return None
@@ -75,7 +75,7 @@ def make_sharded(
 
 
 def describe(spec: Spec, exchange: ShardedExchange | None) -> str:
-    """Returns a line about the exchange for the terminal; '' for float32."""
+    """Returns a line about the exchange for the terminal; '' for None and for float32."""
     name, options, patterns = _read(spec)
     if exchange is None or name == "float32":
         return ""
@@ -104,7 +104,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _error(error: Exception, separator: str) -> UserError:
-    """Turns an error of an exchange into one that names the config key."""
+    """Turns an error of an exchange into a UserError that names the config key."""
     if isinstance(error, UserError):
         return UserError(f"{_KEY}{separator}{error.key}", *error.args[1:])
     problem, _, remedy = " ".join(str(error).split()).partition("; ")

@@ -29,19 +29,19 @@ class Holding:
         return self.run.shard_batch(self._drawn(indices, epochs), updates)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of what `take` returns for one update."""
+        """Returns shapes, dtypes and shardings of the arrays that `take` returns for one update."""
         zeros = np.zeros((1, 1), np.int64)
         return self.run.abstract_like(self._drawn(zeros, zeros))
 
     def _drawn(self, indices: np.ndarray, epochs: np.ndarray) -> data.Batch:
-        """Returns draws of shape (updates, rows, ...), or (rows, ...) for one update."""
+        """Returns indices and choices of shape (updates, rows, ...), or (rows, ...) for one update."""
         draws = self.held.draws(indices.ravel(), epochs.ravel())
         shape = indices.shape if len(indices) > 1 else indices.shape[1:]
         return {name: value.reshape(*shape, *value.shape[1:]) for name, value in draws.items()}
 
 
 def is_held(run: Run) -> bool:
-    """Returns whether the training set fits into the `held_share` of the accelerators' memory."""
+    """Returns whether the training set fits into the `held_share` of an accelerator's memory."""
     return run.mesh.devices.flat[0].platform != "cpu" and memory.fits(
         data.num_bytes(run.train_set), run.spec.loop.held_share, run.mesh
     )

@@ -2,7 +2,7 @@
 
 One host with an old checkout, another seed or another copy of the data would silently spoil the
 run and its record. The package is compared by the content of its files: an installed package has no
-commit, and a commit does not show changed files.
+commit, and a commit does not show uncommitted changes.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ def check_start(
 ) -> None:
     """Compares code, libraries, settings, config and options of all processes.
 
-    Call it first, before anything can fail or wait in only one process.
+    Call this function first, before anything can fail or wait in only one process.
 
     Args:
       given: the config; None if it is read from the workdir later.
@@ -74,7 +74,7 @@ def check_start(
       options: further flags of the command, by name.
 
     Raises:
-      UserError: the processes differ; it is raised in all of them.
+      UserError: the processes differ; all processes raise the error.
     """
     if distributed.index_and_count()[1] == 1:
         return
@@ -95,7 +95,7 @@ def check_start(
 
 
 def check_data(training: Source, evaluation: Source) -> None:
-    """Compares the data sets of all processes, and the custom modules that each has loaded."""
+    """Compares the data sets and the loaded custom modules of all processes."""
     if distributed.index_and_count()[1] == 1:
         return
     details: dict[str, str] = {}
@@ -142,7 +142,7 @@ def _of_host() -> Iterator[tuple[str, str]]:
 
 
 def _named_modules(flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the digest of each custom module that a config names, even if it is not imported."""
+    """Yields the digest of each custom module that a config names, imported or not."""
     names = {name for value in flat.values() if (name := custom.module_of(value)) is not None}
     for name in sorted(names):
         module = sys.modules.get(name)

@@ -2,8 +2,7 @@
 
 With `config.init.optimizer_state = 'keep'`, moments and counts are loaded too. Bias correction then
 continues, but the schedule starts at 0: the learning rate depends on the count minus its initial
-value. init.json records that value, so the folder of config.init_from is not needed after the run has
-begun.
+value. init.json records that value, so a run that has begun no longer needs the folder of init_from.
 """
 
 import dataclasses
@@ -37,12 +36,12 @@ _LISTED = 8  # paths in a message
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The arrays of a state that the initial weights provide; paths begin with the state's field.
+    """The arrays of a state that the initial weights provide; paths begin with a field of the state.
 
     Attributes:
       taken: paths of parameters and model state that are loaded.
       new: paths of arrays that start from random values, because the initial weights lack them or
-        have another shape.
+        have them in another shape.
       left: paths in the initial weights that the state does not have.
       convert: stacks or unstacks the layers of the initial weights; None if no change is needed.
     """
@@ -73,7 +72,7 @@ class InitialWeights:
 
     @property
     def updates_before(self) -> int:
-        """See `recipe.Recipe`."""
+        """The field `updates_before` of `recipe.Recipe`."""
         return self.record["updates_before"]
 
     def describe(self) -> str:
@@ -95,7 +94,7 @@ class InitialWeights:
         return text
 
     def values(self, abstract: TrainState) -> dict[str, jax.Array]:
-        """Loads the arrays with which the state starts; returns them by path, with its shardings."""
+        """Loads the arrays from which the state starts, by path and with the state's shardings."""
         if self.weights is None or self.match is None:
             problem = f"began from {self.record['init_from']} and has lost its checkpoints"
             raise UserError("the run", ABSENT, problem, "start again in another --workdir")
@@ -319,7 +318,7 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
 
 
 def _check_text(weights: Weights, train_set: Source) -> None:
-    """Rejects weights for another vocabulary of the same size, or for text with another letter case."""
+    """Rejects weights with another vocabulary of the same size, or another setting of `cased`."""
     text, here = weights.text(), train_set.vocabulary
     # `match` has a better message for another size, which changes the embedding's shape.
     if text is None or here is None or len(text[0]) != len(here):
@@ -342,7 +341,7 @@ def _check_text(weights: Weights, train_set: Source) -> None:
 
 
 def _other_pixels(weights: Weights, task: Component) -> tuple[str, ...]:
-    """Returns notes if the task normalises pixels differently from the weights' training."""
+    """Returns notes if the task normalises pixels differently from the training of the weights."""
     notes = []
     for field, theirs in zip(("input_mean", "input_std"), weights.pixels or (), strict=False):
         ours = task.get(field, getattr(Classification, field))
@@ -367,7 +366,7 @@ def _conversion(there: Any, here: Any) -> Callable[[Any], Any] | None:
 
 
 def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
-    """Arranges arrays, given by path, in the containers of the other weights; None if empty."""
+    """Arranges arrays, given by path, in the same containers as `there`; returns None for no arrays."""
     if isinstance(there, Mapping):
         items = {key: _as_there(value, wanted, f"{path}{key}/") for key, value in there.items()}
         return {key: value for key, value in items.items() if value is not None} or None
@@ -387,7 +386,7 @@ def _as_there(there: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
 
 
 def _short(path: str) -> str:
-    """Removes the field of the state from a path."""
+    """Returns a path without its first component, the field of the state."""
     return path.partition("/")[2]
 
 
@@ -399,7 +398,7 @@ def _list(paths: Sequence[str]) -> str:
 def data_options(
     given: Mapping[str, Any], folder: Workdir | None, start: InitialWeights | None
 ) -> dict[str, Any]:
-    """Returns config.data.options; an empty `vocab` becomes that of the run or its initial weights."""
+    """Returns config.data.options; replaces an empty `vocab` by a folder with a saved vocabulary."""
     options = dict(given)
     if options.get("vocab") == "":
         beside = [] if folder is None else [folder.path]  # a resumed run has saved its vocabulary

@@ -1,4 +1,4 @@
-"""A lower bound on a run's memory, checked against the machine before anything is allocated."""
+"""A lower bound on the memory that a run needs, checked before anything is allocated."""
 
 import math
 import os
@@ -22,7 +22,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def check_memory(state: Any, mesh: Mesh, rows: int, spec: Mapping[str, FieldSpec]) -> None:
     """Rejects a run if its state alone, or one batch alone, exceeds the memory.
 
-    Skips devices that `plan` only compiles for, because the compiler reports their memory.
+    Skips devices for which `plan` only compiles: there, the compiler reports the memory needed.
 
     Args:
       state: parameters, optimizer state and averages as shapes, dtypes and shardings.
@@ -90,7 +90,7 @@ def _local_devices(mesh: Mesh) -> list[jax.Device]:
 
 
 def host_bytes() -> int:
-    """Returns the memory of this machine in bytes, or the limit of the process's container."""
+    """Returns this machine's memory in bytes, or the limit of the process's container if that is less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _LIMITS:
         try:
@@ -108,7 +108,7 @@ def _compare(key: str, sentence: str, needed: int, available: int, remedy: str) 
 
 
 def _device_bytes(device: jax.Device) -> int | None:
-    """Returns the memory of a device in bytes; None for a CPU, which uses that of the machine."""
+    """Returns the memory of a device in bytes; None for a CPU, which uses the machine's memory."""
     stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
 

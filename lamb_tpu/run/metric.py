@@ -43,9 +43,9 @@ def choose(
     """Returns the metric to compare and whether 'higher' or 'lower' values are better.
 
     Without `key`, takes the first of these that is in `names`: config.checkpoint.best,
-    config.target.metric, the main metrics of the tasks. Without `better`, the mode that the config
-    sets for this metric decides, or else its name: lower is better for a loss, an error and a
-    perplexity.
+    config.target.metric, the main metrics of the tasks. Without `better`, uses the mode that the
+    config sets for this metric. If the config sets none, lower is better for metrics whose name ends
+    in loss, error or perplexity.
     """
     modes = {
         config.get("target.metric"): config.get("target.mode"),

@@ -58,8 +58,8 @@ class Optimizer:
           params: the parameters, or their shapes and dtypes, to check arguments against; None: skip
             those checks.
           layout: inside shard_map, the shardings of parameters and moments; None under jit.
-          rate: learning rate of one update, a number or a tracer, if the batch changes. The default
-            NaN makes a forgotten rate visible. A constant batch uses the recipe's schedule.
+          rate: if the batch size changes, the learning rate of one update, a number or a tracer; the
+            default NaN makes a forgotten rate visible. A constant batch uses the recipe's schedule.
         """
         fields = {"name": self.build, **self.fields}
 

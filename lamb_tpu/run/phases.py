@@ -1,9 +1,9 @@
-"""Phases of a config: several runs, each of which starts from the weights of the previous one.
+"""Phases of a config: several runs, each of which starts from the weights of the previous run.
 
 BERT's pre-training has two phases: 128 tokens, then 512. Each phase is a separate run in
 WORKDIR/NAME, with its own config, data, clock, warm-up and checkpoints. Its config is the full
-config with the changes of config.phases.NAME. The first phase starts from config.init_from, each
-later one from the folder of the previous phase. A restarted run skips complete phases.
+config with the changes of config.phases.NAME. The first phase starts from config.init_from, and each
+later phase from the folder of the previous phase. A restarted run skips complete phases.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _TAKEN = ("checkpoints", programs.FOLDER, "logs", "tensorboard")  # folders in a
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One run of several; its name is '' if it is the only run of a config without phases."""
+    """A phase of a config; a config without phases has one, whose name is ''."""
 
     name: str
     config: Spec
@@ -43,7 +43,7 @@ class Phase:
 
 
 def split(config: Config, workdir: str | os.PathLike[str] = "") -> list[Phase]:
-    """Returns the phases of a config in order; a single one if the config has no phases."""
+    """Returns the phases of a config in order; a single `Phase` if the config has no phases."""
     spec = parse(config)
     folder = Workdir(workdir).path
     if not spec.phases:
@@ -113,8 +113,8 @@ def errors_in_phase(name: str, changes: Mapping[str, Any] | None = None) -> Iter
 def due(spec: Spec, workdir: str | os.PathLike[str]) -> list[Phase]:
     """Returns the phases that are still to run or to resume, after checking all phases.
 
-    The last phase is always included. An earlier phase is omitted if a later phase has begun, or if
-    its last checkpoint is intact and its last evaluation is recorded.
+    The last phase is always included. Any other phase is omitted if a later phase has begun, or if the
+    phase has ended: its last checkpoint is intact, and its last evaluation is recorded.
     """
     phases = split(spec, workdir)
     # Check all folders first: this is quick, while preparing data may take long.
@@ -176,5 +176,5 @@ def _is_complete(phase: Phase, recipe: Recipe) -> bool:
 
 
 def _agreed(value: int) -> int:
-    """Returns the value of process 0, the only process that writes files, in all processes."""
+    """Returns process 0's value in all processes, because only process 0 writes files."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -45,8 +45,7 @@ class Recipe:
         counts continue those of another run.
       rule: rule of a changing batch size; None for a constant batch size.
       path: batch size of each update; None for a constant batch size. If the rule needs statistics,
-        the path ends with the last decision, and each new decision makes a new recipe, see
-        `CurrentRecipe`.
+        the path follows the decisions so far; each new decision makes a new recipe, see `CurrentRecipe`.
       rate_scaling: how the rate scales with a changing batch: identity, linear or sqrt.
     """
 
@@ -90,7 +89,7 @@ class Recipe:
 
     @functools.cached_property
     def _cached_rates(self) -> Callable[[int], np.ndarray]:
-        """`_rates` with the result of the last call cached."""
+        """The function `_rates`, with the result of its latest call cached."""
         return functools.lru_cache(1)(self._rates)
 
     @functools.cached_property
@@ -134,7 +133,7 @@ class Recipe:
         return step * self.batch_size if self.path is None else self.path.examples(step)
 
     def place(self, step: int) -> float:
-        """Returns the number of examples in `step` updates, divided by `batch_size`."""
+        """Returns the number of examples in the first `step` updates, divided by `batch_size`."""
         return step if self.path is None else self.path.examples(step) / self.batch_size
 
     def is_decision_due(self, step: int) -> bool:
@@ -150,8 +149,8 @@ class Recipe:
         """Returns whether an event is due at update `step` (counted from 1); never if `every` is 0.
 
         An event is due at each multiple of `every` and at the last update. With a fractional interval
-        (an epoch is rarely a whole number of updates), it is due at the first update at or after a
-        multiple.
+        (an epoch is rarely a whole number of updates), the event is due at the first update at or
+        after each multiple.
         """
         if not every:
             return False
@@ -212,7 +211,7 @@ class CurrentRecipe:
         self.value = value
 
     def follow(self, path: path_lib.Path) -> None:
-        """Replaces the path of batches."""
+        """Replaces the recipe by one with another path of batch sizes."""
         if path is not self.value.path:
             self.value = dataclasses.replace(self.value, path=path)
 
@@ -220,8 +219,8 @@ class CurrentRecipe:
 def resolve(config: Config, num_examples: int, updates_before: int = 0) -> Recipe:
     """Resolves all durations and the learning rate for a training set of `num_examples`.
 
-    Scaling rules use config.batch_size, so overriding it rescales the learning rate. LEGW also
-    rescales the warm-up, and weight_decay_scaling the weight decay.
+    Scaling rules use config.batch_size, so overriding this key rescales the learning rate. It also
+    rescales the warm-up under LEGW, and the weight decay under weight_decay_scaling.
     """
     spec = parse(config)
 

@@ -112,8 +112,8 @@ class Session:
     ) -> tuple[MetricsWriter, bool]:
         """Opens metrics.jsonl after update `step`, and saves the config and library versions.
 
-        Also returns whether update `step` must be evaluated, because its evaluation is still due or
-        its record was lost, for example in a power failure.
+        Also returns whether update `step` must be evaluated, because the evaluation is still due or
+        the record of the evaluation was lost, for example in a power failure.
         """
         run, spec = self._run, self._run.spec
         with distributed.together():
@@ -161,7 +161,7 @@ class Session:
         return self._records, position.eval_due or is_lost
 
     def begin(self) -> None:
-        """Makes the run save on SIGTERM and Ctrl-C; before this call, they end the process at once."""
+        """Makes the run save on SIGTERM and Ctrl-C; until this call, these signals end it at once."""
         self._preemption.begin()
 
     def poll(self, completed: str) -> None:

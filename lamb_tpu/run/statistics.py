@@ -22,10 +22,10 @@ _NAMES = {
 
 
 def settings_of(spec: Spec) -> spec_keys.Statistics:
-    """Returns config.statistics plus the settings that batch rule and AGVM need.
+    """Returns config.statistics plus the settings that the batch rule and AGVM need.
 
-    If the rule needs per-example gradients and config.statistics.per_example is 0, uses the
-    examples of one microbatch.
+    If the rule needs per-example gradients and config.statistics.per_example is 0, sets per_example
+    to the number of examples in one microbatch.
     """
     needed = batches.required_statistics(spec)
     if spec.statistics.per_example:
@@ -60,7 +60,7 @@ def statistics_of(spec: Spec) -> Statistics:
 
 
 def subject(spec: Spec, key: str | None = None) -> tuple[str, object, str]:
-    """Returns the subject of an error about a statistic: the key that asks for it, and its value.
+    """Returns the subject of an error about a statistic: the key that requests it, and the key's value.
 
     The third element is the beginning of the problem: '', or 'needs the noise scale, which ' if the
     key is a batch rule. Without `key`, takes the first statistic that the config asks for.

@@ -1,9 +1,9 @@
 """Runs that differ only in their seeds, side by side in one process: `config.seeds`.
 
-Each run has a separate loop, data order, records, checkpoints and guards. The loop is a generator
-that yields a `Call` when it needs the devices. One program executes the calls of several
-loops if their keys are equal. A run that ends early, for example because it diverged, does not
-affect the others.
+Each run has a separate loop, data order, records, checkpoints and guards. A loop is a generator
+that yields a `Call` when it needs the devices. One program executes the calls of several loops
+if the calls have equal keys. A run that ends early, for example because it diverged, does not
+affect the other runs.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
     @property
     def constant(self) -> Constant:
-        """The programs of the run's constant batch."""
+        """The programs of the run, whose batch size is constant."""
         assert self.updating.constant is not None  # `split` rejects a changing batch size
         return self.updating.constant
 
@@ -104,7 +104,7 @@ def parse(text: str) -> list[int]:
 
 
 def split(spec: Spec) -> list[Spec]:
-    """Returns a config for each seed, like that of a run with this seed alone."""
+    """Returns one config per seed, the same as for a separate run with that seed."""
     seeds = parse(spec.seeds)
     compatibility.check(Combination(spec), "seeds")
     return [dataclasses.replace(spec, seed=seed, seeds="") for seed in seeds]
@@ -134,7 +134,7 @@ def alone(loop: Loop) -> Metrics:
 def run(loops: Sequence[Loop], spared: type[Spared]) -> list[Metrics | Spared]:
     """Runs several loops to their ends.
 
-    Returns the metrics of each run, or the error of type `spared` that ended only this run. Another
+    Returns the metrics of each run, or the error of type `spared` that ended only that run. Any other
     error ends all runs. After a signal, raises `Preempted` once each run has saved its state.
     """
     results: dict[int, Metrics | Spared] = {}
@@ -176,7 +176,7 @@ def run(loops: Sequence[Loop], spared: type[Spared]) -> list[Metrics | Spared]:
 
 
 def _make(due: Sequence[Call]) -> Sequence[Answer]:
-    """Executes calls with equal keys by one program."""
+    """Executes several calls with equal keys as one program; returns the new states and sums."""
     first, runs = due[0], len(due)
     if not first.updates:
         first.constant.compile(first.step, runs)

@@ -83,9 +83,9 @@ class Updating:
     Donates the buffers of the state. The sums of several updates have a leading axis (count,).
 
     Attributes:
-      update: makes one update, `(state, step) -> (state, sums)`; with a third argument, several.
-      sent_bytes: returns the bytes that a device sent in the last update, counted in its compiled
-        programs; None under jit and on one device.
+      update: makes one update, `(state, step) -> (state, sums)`; `(state, step, count)` makes several.
+      sent_bytes: returns the bytes that a device sent in the latest update, counted in the update's
+        compiled programs; None under jit and on one device.
       count: returns the number of updates in the call after `step` updates.
       constant: the programs of a constant batch, also for several runs; None if the batch changes.
     """
@@ -101,14 +101,14 @@ class Updating:
 
 @dataclasses.dataclass
 class Sent:
-    """Counts the bytes that a device sent in the last update, see `Updating.sent_bytes`.
+    """Counts the bytes that a device sent in the latest update, see `Updating.sent_bytes`.
 
     Attributes:
       stage: returns the stage of the update after `step` updates; all updates of a stage have the
         same programs.
       programs: returns the programs of the update after `step` updates.
       times: returns how often each program runs in the update after `step` updates.
-      last: number of completed updates before the last update.
+      last: number of completed updates before the latest update.
     """
 
     run: Run
@@ -164,7 +164,7 @@ class Constant:
         return self.program(step, False, updates)(state, given, *self.held)
 
     def stage(self, step: int) -> tuple[Stage, bool]:
-        """Returns the next update's stage, and whether it computes per-example gradients."""
+        """Returns the next update's stage, and whether that update computes per-example gradients."""
         return self._run.stage(step, self._exchange.current), self._statistics.is_due(step)
 
     def take(self, state: TrainState, step: int, updates: int) -> Any:
@@ -273,7 +273,7 @@ def make_updating(
 
     Args:
       run: the run.
-      loader: loader of `run.local_rows` of batches of `config.batch_size` examples.
+      loader: loader of the rows `run.local_rows` of batches of `config.batch_size` examples.
       compiles: whether to compile the programs of the first update now.
       first: number of completed updates.
       report: called with a line when a later stage begins and is compiled.
@@ -304,7 +304,7 @@ def _sent_by(program: jax.stages.Lowered | None) -> int:
 def stacked(
     run: Run, shapes: Mapping[str, jax.ShapeDtypeStruct], updates: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the batches of several updates, given those of one."""
+    """Returns the shapes of the batches of several updates, given the shapes of one batch."""
     if updates == 1:
         return dict(shapes)
     sharding = mesh_lib.stacked_sharding(run.mesh, updates)

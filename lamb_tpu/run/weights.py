@@ -43,7 +43,7 @@ class Weights:
       shapes: the fields of `PARTS` that the weights have, as trees of `jax.ShapeDtypeStruct`s.
       updates_before: see `recipe.Recipe`.
       read: function from a subtree of `shapes` with shardings (dtypes may differ) to the arrays. If
-        the subtree has the parameters but no optimizer state, they are the parameters for
+        the subtree has parameters but no optimizer state, the function returns the parameters for
         evaluation, see `optim.evaluation_params`.
       unfinished: progress of a run that had not ended at this checkpoint; '' if it had ended, for
         published weights, for a checkpoint chosen by its update, and for checkpoints of older
@@ -108,7 +108,7 @@ def open_weights(
     report: Callable[[str], None] = print,
     network: str | None = None,
 ) -> Weights:
-    """Opens the weights of a folder; for a run with phases, those of its last phase with a checkpoint.
+    """Opens the weights of a folder; of a run with phases, the last phase that has a checkpoint.
 
     Args:
       folder: a run's workdir; a folder in the format of Hugging Face's transformers or timm, with
@@ -154,7 +154,7 @@ def open_weights(
 def network_of(folder: str) -> tuple[str, Any] | None:
     """Reads config.model.name and `Weights.pixels` from a folder's config.json.
 
-    Returns None if there is no config.json, or this package does not have its network.
+    Returns None if there is no config.json, or if this package lacks the network that it names.
     """
     try:
         settings = reading.read_json(buckets.parse(folder, "config.init_from") / CONFIG)

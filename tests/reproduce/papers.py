@@ -42,7 +42,7 @@ seeds = 2
 
 
 def with_keys(text: str = TABLE, **keys: str) -> str:
-    """Adds keys to cells of the table; `lamb='row = "a"'` adds a row to the cell lamb."""
+    """Adds keys to cells of the table; `lamb='row = "a"'` adds the key `row` to the cell lamb."""
     for cell, more in keys.items():
         assert f'name = "{cell}"' in text
         text = text.replace(f'name = "{cell}"', f'name = "{cell}", {more}')

@@ -1,4 +1,4 @@
-"""The printed commands of every table parse to the table's configs; the script checks its variables."""
+"""The printed commands give the configs of their table; the script checks that its variables are set."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ def printed(lines: list[str]) -> list[list[str]]:
 
 
 def bash(script: str, folder: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a folder, with a replacement for Python that prints its arguments."""
+    """Runs a script in a folder, with a fake `python` that prints the arguments of each command."""
     fake = folder / "python"
     fake.write_text('#!/bin/sh\necho "$3" "$4" "$5"\n')
     fake.chmod(0o755)

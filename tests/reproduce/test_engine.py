@@ -1,4 +1,4 @@
-"""Missing runs are trained once; a run that diverges is a result."""
+"""Missing runs are trained once; a diverged run counts as a result."""
 
 import pathlib
 from typing import Any

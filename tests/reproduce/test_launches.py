@@ -1,4 +1,4 @@
-"""Launches of a table on a slice: batches are checked, and stages follow each other."""
+"""Launches of a table's cells on a slice: batches are checked, and stages start from previous stages."""
 
 import pathlib
 import shlex

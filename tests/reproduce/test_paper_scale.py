@@ -1,7 +1,7 @@
 """Programs at the paper's scale: one cell per table is lowered, and ten programs are compiled.
 
 Only programs that the TPU compiler handles within two minutes are compiled; EfficientNet-B5 takes
-three and is only lowered. `make_plan` is the planner's function, with shapes instead of data.
+three minutes and is only lowered. The planner's function `make_plan` uses shapes instead of data.
 """
 
 import functools
@@ -48,7 +48,7 @@ _EXAMPLES = {"multi30k": 28_962, "squad": 88_641}
 
 
 class Program(NamedTuple):
-    """A training step: a stage's recipe and overrides, its phase, and its slice."""
+    """A training step: a stage's recipe and overrides, the name of a phase, and a TPU slice."""
 
     recipe: str
     overrides: tuple[tuple[str, Any], ...]

@@ -1,4 +1,4 @@
-"""Planned values are read from planned.json, checked, and shown beside the published ones."""
+"""Planned values are read from planned.json, checked, and shown beside the published values."""
 
 import json
 import pathlib

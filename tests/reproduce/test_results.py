@@ -1,4 +1,4 @@
-"""Records beside their table; damaged ones are omitted with a warning, and writing is rejected."""
+"""Records beside a table: damaged records are omitted with a warning, and nothing can be added."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""The command line: output, kills at random moments, and errors."""
+"""The command line: its output, its errors, and commands that are killed at random moments."""
 
 import contextlib
 import io
@@ -263,7 +263,7 @@ def start(tmp_path: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def wait_for(process: "subprocess.Popen[str]", text: str) -> bool:
-    """Reads lines until one has the text; returns False if no line has it."""
+    """Reads the output until a line contains the text; returns False if no line does."""
     assert process.stdout is not None
     return any(text in line for line in process.stdout)
 

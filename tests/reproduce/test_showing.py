@@ -1,4 +1,4 @@
-"""Tables on the terminal; see also tests/reproduce/test_running.py."""
+"""Tables printed on the terminal; test_running.py tests further output."""
 
 import pathlib
 import re

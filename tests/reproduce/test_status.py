@@ -1,4 +1,4 @@
-"""A cell's status and its text."""
+"""The status of a cell, its text for readers, and the counts of statuses."""
 
 import doctest
 import pathlib

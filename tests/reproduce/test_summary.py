@@ -1,4 +1,4 @@
-"""A cell's measurements beside the published value."""
+"""Summaries of cells: means, intervals, and differences from the published values."""
 
 import doctest
 import pathlib

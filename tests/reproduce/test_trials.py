@@ -1,4 +1,4 @@
-"""Trials are ranked by their means, and the figure has a point for each."""
+"""Trials are ranked by their means, and the figure has a point for each trial."""
 
 import pathlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SEARCHES = ("optimizer.learning_rate=log(1e-3,1e-1)", "optimizer.name=lamb,adamw
 def measured(
     folder: pathlib.Path, accuracies: Sequence[Sequence[float | None]], **options: str
 ) -> tuple[Sweep, list[Summary]]:
-    """Returns a sweep of four trials with two seeds, with records for some of them."""
+    """Returns a sweep of four trials and their ranking; `accuracies` has the values of each trial."""
     sweep = make(folder, *SEARCHES, trials=4, seeds=2, **options)
     results = Results(sweep.table)
     for job in engine.due(sweep.table, sweep.scale, sweep.cells, 2, results):

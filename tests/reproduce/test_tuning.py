@@ -1,4 +1,4 @@
-"""The tuned form of a table: every cell tries the same number of values, one of which is its default."""
+"""The tuned form of a table: every cell tries the same number of values, including the cell's default."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""A line is printed with the progress of each running run."""
+"""A line with the progress is printed for each run that is being trained."""
 
 import pathlib
 import re

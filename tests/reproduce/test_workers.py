@@ -56,7 +56,7 @@ def test_workers_that_cannot_start(tmp_path: pathlib.Path, monkeypatch: pytest.M
 
 
 class Worker:
-    """A fake process, whose thread returns each job at once; the class lists its instances."""
+    """A fake process, whose thread returns each job at once; `started` lists the instances."""
 
     started: list["Worker"] = []
 

@@ -1,4 +1,4 @@
-"""Prints a table of features and the exchanges that support them, from the checks of configs."""
+"""Prints a table of features and of the exchanges that support each, according to the config checks."""
 
 import os
 from typing import Any

@@ -130,7 +130,7 @@ def test_a_batch_that_changes_is_pairs_of_microbatches(tmp_path: pathlib.Path) -
 
 
 def test_batch_norm_over_devices() -> None:
-    """The halves for AGVM may share BatchNorm groups; devices that a statistic compares may not."""
+    """The halves that AGVM gets may share BatchNorm groups; devices that a statistic compares may not."""
     model = ConfigDict({**BATCH_NORM, "group_size": 16})
     fields = {"modules": (("body", "^hidden|^norm"), ("head", ""))}
     prepare(config(fields, model=model, parallel__backend="shard_map"), None)

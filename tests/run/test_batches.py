@@ -223,7 +223,7 @@ def test_the_settings_show_the_decisions() -> None:
 
 
 def test_rates_of_a_path_that_grows() -> None:
-    """A path that grows during the run has the learning rates of a path that is known from the start."""
+    """A path that grows during the run gives the same learning rates as a path known from the start."""
     points = ((0, 64), (64 * 5000, 16), (64 * 6000, 128))
     known = of(ramp(points, duration="9000 steps", scaling="sqrt"))
     rule = ConfigDict({"name": "norm_test", "eta": 0.5, "upper": 512, "scaling": "sqrt"})
@@ -258,7 +258,7 @@ def test_a_network_with_a_carry(tmp_path: pathlib.Path) -> None:
 
 
 def loading(field: str) -> Callable[..., Any]:
-    """Returns a `load` that gives training sets the attribute `field`, 'buckets' or 'streams'."""
+    """Returns a function `load` that sets the attribute `field`, 'buckets' or 'streams', of training sets."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         source = data.load(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Errors in configs, workdirs and data, reported in one sentence before anything compiles or changes."""
+"""Errors in configs, workdirs and data: one sentence, before anything is compiled or written."""
 
 import dataclasses
 import pathlib
@@ -147,7 +147,7 @@ ERRORS = [
 def test_error_is_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, message: str
 ) -> None:
-    """The message begins with the key, unless the row has a message with another key."""
+    """The error begins with the row's key, unless the row's message begins with another key."""
     config = tiny.change(tiny.digits(), {key: value})
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     start = "" if message.startswith("config.") else f"config.{key}"

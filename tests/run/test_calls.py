@@ -156,7 +156,7 @@ def test_a_recurrent_state_goes_from_update_to_update(tmp_path: pathlib.Path) ->
 
 
 def test_calls_of_several_updates_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one program per size, and a call takes all its batches from the loader at once."""
+    """There is one program per call size, and a call takes all its batches from the loader at once."""
     config = tiny.digits(**TIMES, loop__updates_per_call=50)
     run = prepare(config, None)
     made = []
@@ -204,7 +204,7 @@ def test_a_run_resumes_with_other_calls(
 
 @pytest.mark.long
 def test_a_killed_run_resumes_with_other_calls(tmp_path: pathlib.Path) -> None:
-    """A run that is killed during a call of 50 updates and resumed with calls of 7 gives the same bits."""
+    """A run killed during a call of 50 updates and resumed with calls of 7 equals an uninterrupted run."""
     code = (
         "import pathlib, sys, threading, os, signal, time\n"
         "from lamb_tpu.train import train\n"
@@ -240,7 +240,7 @@ LONG = {
 
 
 def test_a_run_that_diverges_ends_with_the_same_message(tmp_path: pathlib.Path) -> None:
-    """The guards name the update, although the call continued after it."""
+    """The error names the update that diverged, although the call continued after that update."""
     changes = {"log__every": "12 steps", "checkpoint__every": "12 steps"}
     output = []
     for most in (1, 50):

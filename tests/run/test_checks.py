@@ -1,4 +1,4 @@
-"""Checks across sections of a config; test_build.py has those within one section."""
+"""Checks that involve several sections of a config; test_build.py tests checks within one section."""
 
 from typing import Any
 

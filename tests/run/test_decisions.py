@@ -1,7 +1,7 @@
 """Runs that decide the batch size from statistics equal runs with a known path of batch sizes.
 
-These runs also resume bit for bit, and compile once. The tests replace the statistics by functions of
-the update, so that the batch sizes are known.
+Runs that decide also resume bit for bit, and compile once. The tests replace the statistics by
+functions of the update number, so that the batch sizes are known.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ Statistics = Callable[[int], dict[str, tuple[float, float]]]
 
 
 def give(monkeypatch: pytest.MonkeyPatch, statistics: Statistics) -> None:
-    """Adds the metrics `statistics(number)` to update `number` of a run, counted from 1."""
+    """Adds `statistics(number)` to the metrics of update `number` of a run, counted from 1."""
 
     def make(run: Run, loader: data.TrainLoader, *more: Any) -> Updating:
         update = make_updating(run, loader, *more)
@@ -52,7 +52,7 @@ def rule(name: str, **fields: Any) -> ConfigDict:
 
 
 def config(batch_rule: ConfigDict, **changes: Any) -> ConfigDict:
-    """Returns a config of 1,184 examples in microbatches of 8; a batch has 32 examples at first.
+    """Returns a config of 1,184 examples in microbatches of 8; the first batch has 32 examples.
 
     Batches consist of pairs of microbatches.
     """
@@ -83,7 +83,7 @@ def noise(step: int) -> dict[str, tuple[float, float]]:
 
 
 def sizes_by_noise() -> list[int]:
-    """Computes the batch sizes of the rule `NOISE` for the statistics `noise`, by hand."""
+    """Computes, without the package, the batch sizes of the rule `NOISE` for the statistics `noise`."""
     sizes, batch, weight, average = list[int](), 32, 0.0, 0.0
     while sum(sizes) < 1184:
         sizes.append(min(batch, 1184 - sum(sizes)))
@@ -169,7 +169,7 @@ def test_stopped_after_every_update(
 def test_stopped_at_decisions_and_between_them(
     uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decisions follow even-numbered updates."""
+    """The rule decides after each even-numbered update."""
     give(monkeypatch, noise)
     # A crash after a save: the next start must repeat the same decisions.
     last = read_records(uninterrupted / "metrics.jsonl", "train")[-1]["step"]
@@ -182,7 +182,7 @@ def test_stopped_at_decisions_and_between_them(
 def test_from_every_checkpoint(
     uninterrupted: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run resumed from any checkpoint gives the same result, even if the rule decides right after it."""
+    """A run resumed from any checkpoint gives the same result, even from one just before a decision."""
     give(monkeypatch, noise)
     saved = checkpoints(uninterrupted)
     assert {step % 2 for step in saved[:-1]} == {0, 1}
@@ -272,7 +272,7 @@ MEASURED = {
 def test_a_rule_turns_on_what_it_needs(
     name: str, backend: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measured statistics change the batch, and a resumed run has the same bits."""
+    """The measured statistics change the batch size, and a resumed run equals an uninterrupted run."""
     measured = config(
         rule(name, interval=2, lower=32, **MEASURED[name]),
         parallel__backend=backend,
@@ -299,7 +299,7 @@ def test_a_rule_turns_on_what_it_needs(
 
 
 def decided(name: str, backend: str) -> ConfigDict:
-    """Returns a config with microbatches of 16 examples, which up to 8 devices can split."""
+    """Returns a config with microbatches of 16 examples, which can be split over 1, 2, 4 or 8 devices."""
     fields = {"simigrad": {"target": 0.5}, "noise_scale": {"decay": 0.5}}[name]
     return config(
         rule(name, interval=2, lower=32, scaling="sqrt", **fields),

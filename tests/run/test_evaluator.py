@@ -73,7 +73,7 @@ def restored(run: Run) -> TrainState:
 
 
 def counted(params: Any, num_examples: int = NUM_EXAMPLES) -> tuple[int, float]:
-    """Computes the correct predictions and the mean loss with NumPy in float64."""
+    """Computes the number of correct predictions and the mean loss with NumPy in float64."""
     layers = {name: {k: np.float64(v) for k, v in layer.items()} for name, layer in params.items()}
     examples = data.load("digits", f"train[:{num_examples}]").arrays
     x = examples["image"].reshape(num_examples, -1) / 16.0
@@ -243,7 +243,7 @@ def test_averages_are_evaluated_in_training_and_afterwards(averaged: pathlib.Pat
 
 
 def model() -> models.Model:
-    """Returns a model whose logit of class 0 is log(1000 * pixel), -infinity for a blank image."""
+    """Returns a model whose logit of class 0 is log(1000 * pixel), so -infinity for a blank image."""
 
     def apply(variables: Any, inputs: jax.Array, *, train: bool, key: Any = None):
         value = inputs.reshape(inputs.shape[0])

@@ -1,4 +1,4 @@
-"""A training set on the devices gives the same updates as one that the host reads."""
+"""A training set on the devices gives the same updates as a training set that the host reads."""
 
 import pathlib
 from typing import Any

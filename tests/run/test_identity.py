@@ -77,7 +77,7 @@ def process(folder: str, *flags: str, **more: Any) -> dict[str, Any]:
 
 
 def run(folder: pathlib.Path, runs: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Runs several processes; returns their outcomes."""
+    """Starts the processes of several runs; returns the outcome of each process of each run."""
     file = folder / "runs.json"
     file.write_text(json.dumps(runs))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
@@ -143,7 +143,7 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
     def changed(
         *flags: str, common: tuple[str, ...] = (), folder: str = here, **more: Any
     ) -> list[dict[str, Any]]:
-        """Describes three processes with `common` flags; the second has the given differences."""
+        """Describes three processes with `common` flags; the second process has the given differences."""
         plain = process(here, workdir, *common)
         return [plain, process(folder, workdir, *common, *flags, **more), plain]
 
@@ -201,7 +201,7 @@ def test_every_difference_is_rejected_before_the_first_update(tmp_path: pathlib.
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Returns the values that this process, as one of three, would compare."""
+    """Returns a list that collects the values that this process compares, as one of three processes."""
     actual: list[dict[str, str]] = []
     monkeypatch.setattr(distributed, "index_and_count", lambda: (1, 3))
     monkeypatch.setattr(agreement, "compare", lambda values, remedy: actual.append(dict(values)))

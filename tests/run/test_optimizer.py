@@ -47,7 +47,7 @@ def test_schedule_of_kept_counts() -> None:
     ids=lambda optimizer: optimizer["name"],
 )
 def test_every_count_is_that_of_updates(optimizer: dict) -> None:
-    """Every count in a state equals the number of updates: schedules subtract one initial count."""
+    """Every count in a state equals the number of updates, so one initial count fits all schedules."""
     config = tiny.digits(optimizer=ConfigDict({**optimizer, "learning_rate": 0.1}))
     tx = resolve_optimizer(parse(config).optimizer).make(resolve(config, 256))
     params = {"kernel": jnp.ones(2)}

@@ -1,4 +1,4 @@
-"""Phases: one command makes several runs, each starting from the previous one, and can resume them."""
+"""One command trains and resumes the phases of a config, each from the weights of the previous phase."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ SECOND = {
 def two(first: Any = None, second: Any = None, **changes: Any) -> ConfigDict:
     """Returns a config of two phases: 6 updates, then 8 updates with half the batch and another rate.
 
-    The second phase continues the moments of the first.
+    The second phase continues the moments of the first phase.
     """
     values = {"checkpoint__every": "2 steps", "eval__every": "3 steps", "ema__decay": 0.5}
     config = tiny.digits(**values | changes)

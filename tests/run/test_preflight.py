@@ -173,7 +173,7 @@ def test_later_batch_with_a_value_that_is_not_finite(points: pathlib.Path, value
 
 
 def test_batch_of_a_diverged_update_is_examined(points: pathlib.Path) -> None:
-    """The value 1e38 is finite, so no check rejects its batch, but its loss is not finite."""
+    """The value 1e38 is finite, so no check rejects its batch, but the loss of the batch is not finite."""
     order = data.global_indices(0, 0, 64 * 4, 256)
     at = int(order[64 * 2 + 5])  # in update 3
     settings = config({"pixel": 1e38, "at": at}, optimizer__learning_rate=0.01)
@@ -200,7 +200,7 @@ def test_evaluate_checks_its_split(points: pathlib.Path) -> None:
 def test_error_of_one_process_ends_both(
     points: pathlib.Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """Only the second process reads the wrong example, but both must end."""
+    """Only the second process reads the wrong example, but both processes must end."""
     order = data.global_indices(0, 0, 64 * 8, 512)
     at = int(order[64 * 3 + 60]) if of == "train" else 500
     (points / "recipe.py").write_text(

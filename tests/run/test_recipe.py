@@ -1,4 +1,4 @@
-"""Durations, intervals and the learning rate in updates."""
+"""Conversion of durations and intervals to updates, and the learning rate of each update."""
 
 import dataclasses
 

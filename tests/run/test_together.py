@@ -78,7 +78,7 @@ def test_seeds_equal_separate_runs(
 
 
 def compare(folder: pathlib.Path, make: Callable[..., ConfigDict], limit: float) -> None:
-    """Trains the seeds side by side and separately, and compares them."""
+    """Trains the seeds side by side and separately, and compares their states and checkpoints."""
     train(make(None), folder, quiet=True)
     for seed in SEEDS:
         actual, alone = folder / f"seed_{seed}", folder / "alone" / str(seed)
@@ -91,7 +91,7 @@ def compare(folder: pathlib.Path, make: Callable[..., ConfigDict], limit: float)
 
 @pytest.mark.long
 def test_images(tmp_path: pathlib.Path) -> None:
-    """Tests only separate operations: the rounding of merged ones can change max-pooling's choice."""
+    """Tests only separate operations: rounding in merged operations can change max-pooling's choice."""
     compare(tmp_path, lambda seed: config_of(seed, model=ConfigDict({"name": "lenet"})), 0)
 
 

@@ -34,7 +34,7 @@ def loader_of(run: Run) -> data.TrainLoader:
 
 
 def by_hand(model: Any, updates: int) -> TrainState:
-    """Makes the updates of `ramp` with a step per size and rates computed independently."""
+    """Makes the updates of `ramp` with a separate step for each batch size and the rates `RATES`."""
     run = prepare(ramp(model=model), None)
     state = run.first_state()
     rates = jnp.asarray(RATES, jnp.float32)
@@ -58,7 +58,7 @@ def by_hand(model: Any, updates: int) -> TrainState:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Returns the workdir of a run of 13 updates with 16, 32, 128 and finally 64 examples."""
+    """Returns the workdir of a run of 13 updates, with batches of 16, 32, 128 and finally 64 examples."""
     workdir = tmp_path_factory.mktemp("ramp")
     train(config(), workdir, quiet=True)
     return workdir

@@ -22,13 +22,13 @@ _FAR = 10  # if the largest value is more than this many times the smallest, the
 
 
 class _Line(NamedTuple):
-    """A line of the figure: its optimizer, and the values of its runs at each batch."""
+    """A line of the figure: its optimizer, and the values of its runs at each batch size."""
 
     optimizer: str
     points: dict[int, list[float | None]]
 
     def values(self, batch: int) -> list[float]:
-        """Returns the values at a batch, without diverged runs."""
+        """Returns the values at a batch size, without diverged runs."""
         return [value for value in self.points[batch] if value is not None]
 
 
@@ -42,18 +42,18 @@ class _Edge(NamedTuple):
 
 
 def has_curve(measured: Sequence[Summary]) -> bool:
-    """Returns whether the runs have several batches and more than two values."""
+    """Returns whether the runs have several batch sizes and more than two values."""
     values = [value for summary in measured for value in summary.values if value is not None]
     sizes = {record["batch"] for summary in measured for record in summary.records}
     return len(sizes) > 1 and len(values) > 2
 
 
 def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
-    """Plots the metric by batch, with a line for each row of the table, or else for each optimizer.
+    """Plots the metric by batch size, with a line for each row of a matrix or else for each optimizer.
 
-    Small points are seeds; large points are means with their 95 % intervals (Student's t). If cells of
-    a line have the same batch size in their config, each cell is a point at the average batch size of its
-    runs. Lines are split among several axes if two would look alike.
+    Small points are seeds; large points are means with their 95 % intervals (Student's t). If two cells
+    of a line have the same batch size in their config, there are no lines: each cell is a point at the
+    average batch size of its runs. Lines that would look alike are split among several axes.
     """
     separate = _share_a_point(measured)
     lines: dict[str, _Line] = {}
@@ -200,17 +200,17 @@ def _line_of(summary: Summary) -> str:
 
 
 def _share_a_point(measured: Sequence[Summary]) -> bool:
-    """Returns whether two cells of a line have the same batch."""
+    """Returns whether any line has two cells with the same batch size."""
     positions = [(_line_of(summary), summary.records[0]["batch"]) for summary in measured]
     return len(set(positions)) < len(positions)
 
 
 def _limits(columns: Sequence[Sequence[float]], better: str) -> tuple[float, float]:
-    """Returns the limits of an axis for the values at each batch, with a margin.
+    """Returns the limits of an axis for the values at each batch size, with a margin.
 
     Confidence intervals are not considered, because with two seeds they can dwarf the data. The worst values
     are left outside if they are so far from the rest that all other points would look alike. The best value
-    of every batch is inside.
+    at every batch size is inside.
     """
     higher = better == "higher"
     ordered = sorted((value for values in columns for value in values), reverse=higher) or [0.0]

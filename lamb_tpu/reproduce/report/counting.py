@@ -54,7 +54,7 @@ def _are(number: int) -> str:
 def counts(pages: Sequence[Page]) -> tuple[list[PaperCounts], PaperCounts]:
     """Returns the cell counts of each paper, in the order of `papers`, and their sum.
 
-    A cell counts once, even if it has rows at several scales: under the first of their statuses.
+    A cell counts once. If it has rows at several scales, the status that comes first in `Status` decides.
     """
     by_paper = [_of_paper(paper, group) for paper, group in papers(pages)]
     everything = PaperCounts(
@@ -84,7 +84,7 @@ def _of_paper(paper: Paper, pages: Sequence[Page]) -> PaperCounts:
 def choices(pages: Sequence[Page]) -> dict[str, list[str]]:
     """Returns the filter values of rows: papers, statuses, optimizers and batch sizes.
 
-    Omits keys with fewer than two values.
+    Omits filters with fewer than two values.
     """
     rows = [row for page in pages for _, row in page.best]
     statuses = [Status.PAPER.value, Status.OTHER.value, "measured", "planned", "not run"]

@@ -74,7 +74,7 @@ def ratios(measured: Sequence[Summary]) -> Figure:
 
 
 def _adapting(record: Record) -> dict[str, list[tuple[int, float | None]]]:
-    """Returns the trust ratios of the layers that adapt; the ratio of all other layers is always 1."""
+    """Returns the trust ratios of the layers that adapt; other layers only have ratios of 1 or None."""
     return {
         layer: history
         for layer, history in record["ratios"].items()

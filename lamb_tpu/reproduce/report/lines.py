@@ -38,13 +38,13 @@ def chunks(title: str, lines: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def optimizer_name(optimizer: str) -> str:
-    """Returns an optimizer's name for readers."""
+    """Returns an optimizer's name as figures and pages show it."""
     look = style.OPTIMIZERS.get(optimizer.removesuffix("_tf"))
     return optimizer if look is None else look.name
 
 
 def looks(optimizers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns `style.looks` of lines, given the optimizer of each."""
+    """Returns `style.looks` of lines, given the optimizer of each line."""
     return style.looks(
         {name: optimizer.removesuffix("_tf") for name, optimizer in optimizers.items()}
     )

@@ -44,19 +44,21 @@ class CellRow(NamedTuple):
 
     Attributes:
       id: a name that is unique on the page.
-      published, known, measured, distance, seeds, search, status: see `Summary`.
+      published, measured, distance, search, status: texts from the cell's `Summary`.
+      known: see `tables.Cell`; '' if no value is published.
+      seeds: number of runs with the current config.
       further: texts of the table's additional columns, see `Page.heads`.
       state: CSS class of the status: 'measured', 'other' (measured at another scale), 'begun',
         'planned', 'stale', 'open' or 'unknown'.
       by_seed: pairs of seed and value, one per run.
       old: mean of the stale records; '' if there are no stale records, or if there are current records.
-      stale: values of the stale records, and what has changed since.
+      stale: values of the stale records, and the changes in the config since then.
       hours: total time of the measurements, in hours.
       run: the command that measures the cell.
       commands, configs: for each stage, the command that trains it with seed 0, and its config.
       standing: the cell's status at this scale.
       group: the status for readers; 'measured' in a study, which has no paper's scale.
-      label: `group` with a reason or the number of seeds: 'not run: settings not published'.
+      label: `group` with a reason or the number of seeds, as in 'not run: settings not published'.
       optimizer, batch: settings of the first stage, such as pre-training; '' if unknown.
       planned: planned value of the table's metric, such as '56.9, 27.4 to 118'; '' if there is no
         planned value, or if the cell is measured.
@@ -103,7 +105,7 @@ class Part(NamedTuple):
     """A table at one scale.
 
     Attributes:
-      name: name of the scale, followed by the form of the table if it has one: 'small-tuned'.
+      name: name of the scale, followed by the form of the table if it has one, as in 'small-tuned'.
       about: differences from the paper's setting, as sentences; '' if none are given.
       columns, lines: the cells as a matrix; empty if the table has no matrix.
       figures: figures by name.
@@ -156,10 +158,10 @@ class Page(NamedTuple):
 
     Attributes:
       about: notes for readers.
-      slug: name of its files.
+      slug: name of the page's files.
       parts: the table at each scale.
       num_damaged: number of damaged records, which the page omits.
-      planned: planned values of its cells.
+      planned: planned values of the table's cells.
     """
 
     table: Table
@@ -330,7 +332,7 @@ def _run_command(table: Table, scale: Scale, cell: Cell) -> str:
 
 
 def setting(flat: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the optimizer and batch of a flattened config, or of its first phase."""
+    """Returns the optimizer and batch size of a flattened config, or of its first phase."""
     phase = min((key.split(".")[1] for key in flat if key.startswith("phases.")), default="")
     optimizer, batch = (
         flat.get(f"phases.{phase}.{key}", flat.get(key, ""))

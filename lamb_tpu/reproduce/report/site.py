@@ -40,19 +40,19 @@ def write(
     index: bool = True,
     start: pathlib.Path | None = None,
 ) -> list[pathlib.Path]:
-    """Writes the report, prints its location, and returns the pages and figures of the tables.
+    """Writes the report, prints its location, and returns the paths of the tables' pages and figures.
 
     Args:
       tables: the tables to report.
       output: folder of the Markdown pages and the figures.
-      html: folder of the HTML site; None for none.
+      html: folder of the HTML site; None: no site.
       records: folder of the user's records; None uses the records beside the tables.
       overview: folder with a template README.md.j2, from which README.md is written to the same folder;
         if the folder is None or has no template, README.md is not written. The README of lamb_tpu.reproduce
         lists what the template may use.
       index: whether to write README.md (the list of `tables`) and a page for each paper to `output`.
-      start: page that receives the status counts of all published values between two comments; None
-        for none.
+      start: page in which the status counts of all published values are written between two comments;
+        None: no page.
 
     Raises:
       UserError: a folder cannot be written, two pages would have the same name, or the template has an error.
@@ -119,7 +119,7 @@ def _check_names(tables: Mapping[str, Table]) -> None:
 
 
 def _write_counts(pages: Sequence[Page], path: pathlib.Path) -> None:
-    """Replaces the counts in a start page; leaves a page without the two comments unchanged."""
+    """Replaces the counts in a start page; leaves a page without `_BEGIN` and `_END` unchanged."""
     text = reading.read_text(path)
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)

@@ -21,7 +21,7 @@ Curve = list[tuple[float, float]]
 
 
 class _Line(NamedTuple):
-    """The runs of a line in one axes: the line's optimizer, and the two curves of each run."""
+    """A line in a panel: its optimizer, and the two curves, loss and metric, of each run."""
 
     optimizer: str
     runs: list[tuple[Curve, Curve]]
@@ -40,7 +40,7 @@ def draw(measured: Sequence[Summary], metric: Metric) -> Figure:
     """Plots training loss by update and metric by epoch, with a line for each run.
 
     Cells with the same column, such as a batch size, share axes; each column has separate axes. Lines that
-    would look alike are split among axes.
+    would look alike are split among several axes.
     """
     shown = quantities(measured, metric)
     split, labels = _panels(measured, metric, shown)
@@ -103,7 +103,7 @@ def _title(summary: Summary) -> str:
 def _panels(
     measured: Sequence[Summary], metric: Metric, shown: Sequence[int]
 ) -> tuple[dict[str, dict[str, _Line]], dict[str, str]]:
-    """Returns the lines of each panel with a curve of `shown`, and the label of each line."""
+    """Returns the lines that have a curve in `shown`, by panel, and the label of each line."""
     has_columns = _has_columns(measured)
     by_column: dict[str, dict[str, _Line]] = {}
     has_curve: dict[str, list[bool]] = {}
@@ -154,7 +154,7 @@ def _draw_line(
 
 
 def _scale(panels: Sequence[Axes], may_be_log: bool) -> None:
-    """Gives the panels of one quantity the same y axis, and the same x axis if their lengths are similar."""
+    """Gives the panels of one quantity the same y axis, and the same x axis if runs are of similar length."""
     lines = [line for axes in panels for line in axes.lines]
     if not lines:
         return

@@ -1,4 +1,4 @@
-"""The figure of batches has every seed, the intervals, and annotations at the edge."""
+"""The figure of the metric by batch size has every seed, the intervals, and annotations at the edges."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ PERPLEXITY = Metric("perplexity", "test perplexity", 1, "lower")
 
 
 def point(summary: Summary, name: str, value: float, row: str = "", **more: object) -> Summary:
-    """Returns a new cell with one run."""
+    """Returns the summary of a new cell with one run."""
     return summary._replace(
         cell=summary.cell._replace(name=name, row=row),
         values=[value],
@@ -25,7 +25,7 @@ def point(summary: Summary, name: str, value: float, row: str = "", **more: obje
 
 
 def many(summary: Summary, number: int) -> list[Summary]:
-    """Returns `number` cells at two batches, split between two optimizers."""
+    """Returns `number` cells, alternately of SGD at batch size 64 and of Adam at batch size 128."""
     cells = []
     for n in range(number):
         name, batch = (("sgd", 64), ("adam", 128))[n % 2]

@@ -1,4 +1,4 @@
-"""Counts of cells by status, and the values of the filters."""
+"""Counts of cells by status, and the values of the site's row filters."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""A table has only figures with content."""
+"""Figures of a table's runs: their content and labels; figures without content are omitted."""
 
 import itertools
 import pathlib
@@ -24,7 +24,7 @@ ROWS = with_keys(
 def measured(
     tmp_path: pathlib.Path, text: str = TABLE, **more: object
 ) -> tuple[Table, list[Summary]]:
-    """Returns a table with two seeds of LAMB at batch 32, and of AdamW at 64, one of which diverged."""
+    """Returns a table with two runs of LAMB at batch 32 and two of AdamW at 64; one AdamW run diverged."""
     table = write(tmp_path, text)
     results = Results(table)
     for cell, seed, accuracy, batch in (

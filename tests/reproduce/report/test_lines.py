@@ -1,4 +1,4 @@
-"""Lines are split among axes by their first word, and have the style of their optimizer."""
+"""Lines are split among axes by the first word of their names, and have their optimizer's style."""
 
 import pytest
 

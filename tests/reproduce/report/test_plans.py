@@ -1,4 +1,4 @@
-"""Plans are the learning rates given by the configs, over all phases of a run."""
+"""Planned learning rates follow the schedules of the configs, over all phases of a run."""
 
 import pathlib
 

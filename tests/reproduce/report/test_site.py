@@ -1,4 +1,4 @@
-"""The report: pages with every value, figures, and reproducible bytes."""
+"""The report has pages with every value, and figures; a repeated report is equal byte for byte."""
 
 import html.parser
 import pathlib
@@ -33,7 +33,7 @@ def measured(tmp_path: pathlib.Path) -> Table:
 
 
 class Checker(html.parser.HTMLParser):
-    """Collects the references of a page, and checks that every element is closed."""
+    """Collects the links of a page, and checks that every element is closed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training curves: a line for each run with a recorded curve, a name for each line, few lines per axes."""
+"""Training curves: a line for each run with a recorded curve, a name for each line, few lines per plot."""
 
 import pathlib
 
@@ -55,7 +55,7 @@ def test_columns_have_separate_axes(tmp_path: pathlib.Path) -> None:
 
 
 def cells(summary: Summary, number: int, **more: object) -> list[Summary]:
-    """Returns `number` cells by two optimizers, with two runs each."""
+    """Returns `number` cells of two optimizers; each cell has two runs."""
     return [
         summary._replace(
             cell=summary.cell._replace(name=f"{('momentum', 'lars')[n % 2]}-{n}"),
