@@ -36,9 +36,9 @@ def _leave() -> None:
 def run(program: Callable[[], None]) -> None:
     """Runs a program; if it fails or is stopped, prints a message and exits.
 
-    SIGTERM and Ctrl-C raise `Preempted` and KeyboardInterrupt in the main thread. If no exception
-    can be raised, the signals end the process. The exit status is 2 for a `UserError`, 130 after Ctrl-C, 75
-    after SIGTERM, `signals.LOST_PEER` if another process is gone, and 1 for a bug.
+    SIGTERM and Ctrl-C raise `Preempted` and KeyboardInterrupt in the main thread. Where Python cannot
+    raise an exception, the signal ends the process. The exit status is 2 for an error that the user can
+    correct, 130 after Ctrl-C, 75 after SIGTERM, `signals.LOST_PEER` if a process is lost, 1 for a bug.
     """
     signals.ending.clear()
     signals.received.clear()
@@ -139,7 +139,7 @@ def _is_of_lost_peer(error: Exception) -> bool:
 
 
 def end_preempted(number: int, frame: FrameType | None) -> None:
-    """Handles SIGTERM; see `_raise`."""
+    """Handles SIGTERM: raises `Preempted`; see `_raise`."""
     del frame
     _raise(number, Preempted(_PREEMPTED))
 

@@ -228,7 +228,7 @@ def _apply(config: ConfigDict, override: Override) -> None:
 
 
 def _find(config: Mapping[str, Any], override: Override) -> tuple[dict[str, Any], Any, Field]:
-    """Returns the effective fields, the name of the component, and the field to change."""
+    """Returns the section's effective fields, the component's name, and the field that an override sets."""
     section, field, phase = override.section, override.field, _phase(config, override.phase)
     registry = REGISTRIES[section]
     # A phase's fields override those at the top level.
@@ -243,7 +243,7 @@ def _find(config: Mapping[str, Any], override: Override) -> tuple[dict[str, Any]
 
 
 def _phase(config: Mapping[str, Any], name: str) -> Any:
-    """Returns the phase with a name; None if the name is ''."""
+    """Returns the phase called `name`; None if `name` is ''."""
     if not name:
         return None
     phases = _section(config, "phases")

@@ -170,9 +170,9 @@ def train_together(
 ) -> list[dict[str, float] | Diverged]:
     """Runs or resumes several recipes that differ only in their seeds, side by side.
 
-    One program makes all their updates. Each run writes the same files as a separate run and may be
-    resumed separately. If all runs are started together again, they reproduce the same bits. `train`
-    describes the arguments and errors; `profile` applies to the first run.
+    One program makes the updates of all runs. Each run writes the same files as if trained alone, and
+    may be resumed alone. If all runs are started again together, their results are bit-identical.
+    `train` describes the arguments and errors; `profile` applies to the first of `configs`.
 
     Returns:
       For each run, the metrics of its last evaluation, or the error if the run diverged.

@@ -83,7 +83,7 @@ def _forgets_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """The workdir of a complete run of `tiny.digits()`; a test that changes files uses `copy`."""
+    """The workdir of a complete run of `tiny.digits()`; a test that changes files must use `copy`."""
     from lamb_tpu.train import train
     from tests import tiny
 

@@ -1,4 +1,4 @@
-"""Properties of every figure: lines are named and distinguishable, and nothing overlaps."""
+"""Checks of figures: lines are named and distinguishable, and nothing overlaps."""
 
 import itertools
 import re
@@ -61,7 +61,7 @@ def check(figure: Figure) -> None:
 
 
 def check_space(figure: Figure, readable: bool = True) -> None:
-    """Fails if a legend overlaps axes, a text is too small, or a dark page has a white patch.
+    """Fails if a legend overlaps axes, a text is too small, or a part is white even on a dark page.
 
     With `readable=False`, texts may have any size, for figures that no phone shows.
     """

@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def test_environment_of_a_command() -> None:
-    """A variable that Python or JAX reads at start-up needs a new process; a fork gets all others."""
+    """A variable that Python or JAX reads at start-up needs a new process; a fork gets other variables."""
     line = ["tests.print_config", "--config=digits:smoke", "--print-config"]
     before = commands.spent
     outcome = commands.run(line, environment() | {"HOME": "/nowhere"}, 60)

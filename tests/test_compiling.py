@@ -1,4 +1,4 @@
-"""Tests use options for fast compilation; tests marked `optimized` compile with the users' options."""
+"""Tests that tests compile with fast options, and that those marked `optimized` compile as for users."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Runs with custom models, tasks, data sets and optimizers."""
+"""Tests runs with custom models, tasks, data sets and optimizers."""
 
 import importlib.util
 import json
@@ -62,7 +62,7 @@ def test_resumed_run_is_the_uninterrupted_one(custom_folder: pathlib.Path, model
 
 @pytest.mark.long
 def test_any_number_of_devices_and_microbatches(custom_folder: pathlib.Path) -> None:
-    """A model of plain functions has the same update on any devices, in microbatches, with both backends."""
+    """A model of plain functions has the same update on one device, on several, in microbatches, and sharded."""
     config = all_custom("my_jax:two_layers", duration="4 steps")
     tiny.change(config, {"mesh.data": 1, "mesh.fsdp": 1})
     devices, actual = jax.devices(), []
@@ -141,7 +141,7 @@ def test_plan(custom_folder: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_commands(custom_folder: pathlib.Path) -> None:
-    """Runs every command from the folder of the modules, resumes, and checks errors in modules."""
+    """Runs commands in the folder of the custom modules, resumes a run, and checks errors in the modules."""
     run = ["lamb_tpu.train", "--config=mine.py", "--workdir=run", "--config.model.width=16"]
     lines = [
         run,
