@@ -13,13 +13,13 @@ cropped to the network's image size, or, if most of them are smaller, to their o
 multiple of 32.
 
 FOLDER, if given, has config.json and model.safetensors of a ResNet or tf_efficientnet from timm. It
-may also be a workdir of this project, or a .safetensors file from torchvision, for which the network
+may also be the workdir of a run, or a .safetensors file from torchvision, for which the network
 must be given too, such as `model=resnet50`. The weights determine the network, and the mean and
 standard deviation of the pixels. All parameters are trained; the output layer is new, because the
 classes differ.
 
-Source: none; this is a setting of this project. Rates are for 64 images, and scale by the square
-root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18 on
+Source: none; this is a setting of this project. Rates are for batches of 64 images, and scale by the
+square root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18 on
 20 classes of Tiny ImageNet, as 0.01 for LAMB and 0.2 for momentum at batch 256 (measured here,
 experiments/report/vision-tiny_imagenet.md). The rates for fine-tuning were chosen on ten of these
 classes, with 60 images of each class, by the accuracy on 500 validation images, after 10 epochs at

@@ -59,7 +59,7 @@ fb.resnet.torch's transforms.lua [seen], which also uses a bicubic filter.
 
 Set the batch size with the argument `batch`: --config.batch_size also rescales lamb and momentum, but
 does not select another row for lars. BatchNorm's groups are 128 examples for lamb, which are one
-device's examples in the runs of the second row [seen]; 32 for momentum [recalled] and lars; and 64
+device's examples in the runs of the table's second row [seen]; 32 for momentum [recalled] and lars; and 64
 for lars at 65,536 (model_bn_span in the logs [seen]).
 """
 

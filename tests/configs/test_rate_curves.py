@@ -1,7 +1,7 @@
-"""The learning rate of every update of every recipe, compared with the schedules of the sources.
+"""Tests the learning rate of every update of every recipe against the schedules of the sources.
 
-A reference is the source's formula with its constants, in NumPy's float64; it reads nothing from the
-recipe. `t` is the number of completed updates, like the sources' global_step. If a recipe differs
+A reference is the source's formula with the source's constants, in NumPy's float64; the formula reads
+nothing from the recipe. `t` is the number of completed updates, which the sources call global_step. If a recipe differs
 from its source by rounding, `within` bounds the difference as a fraction of the peak, and a comment
 gives the reason.
 """
@@ -125,7 +125,7 @@ def polynomial_learning_rate_fn(rate: float, epochs: int, num_epochs: int) -> Cu
 
 
 def goyal(batch: int) -> Curve:
-    """Schedule of arXiv:1706.02677: a warm-up of 5 epochs from 0.1 to 0.1 * batch / 256, then three steps."""
+    """Schedule of arXiv:1706.02677: a warm-up of 5 epochs from 0.1 to 0.1 * batch / 256, then three drops."""
     peak = 0.1 * batch / 256
 
     def curve(t: np.ndarray) -> np.ndarray:
