@@ -59,7 +59,7 @@ _DATA: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def _init_scale(features: int) -> float:
-    """Returns MLPerf's 0.1 at width 1024, and more at smaller widths, so that attention is learned in time."""
+    """Returns MLPerf's 0.1 at width 1024, and more at smaller widths, so that attention learns in time."""
     return 0.1 * (1024 / features) ** 0.5
 
 

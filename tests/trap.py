@@ -74,7 +74,7 @@ class Trap:
         return ran
 
     def into_json(self, path: pathlib.Path, read: Callable[[], Any]) -> None:
-        """Reads a JSON file with each payload as its strings, names or keys, and reads a pickle in its place."""
+        """Reads a JSON file with each payload as its strings, names or keys, and then as a pickle."""
         before = path.read_text()
         lines = path.suffix == ".jsonl"
         documents = (

@@ -25,7 +25,8 @@ def _lamb_of_deepspeed(
     """Returns the weights after updates as in DeepSpeed's fused_lamb_cuda_kernel.cu, in float64.
 
     The kernel is in csrc/lamb, and is used without bias correction. The settings are those of
-    deepspeed_bsz64k_lamb_config_seq128.json, or else the defaults of deepspeed/ops/lamb/fused_lamb.py. Gradients have a norm below 1, so nothing is clipped.
+    deepspeed_bsz64k_lamb_config_seq128.json, or else the defaults of
+    deepspeed/ops/lamb/fused_lamb.py. Gradients have a norm below 1, so nothing is clipped.
     """
     m = v = np.zeros_like(weights)
     for gradient, rate in zip(gradients, rates):

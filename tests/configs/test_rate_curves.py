@@ -1,9 +1,9 @@
 """Tests the learning rate of every update of every recipe against the schedules of the sources.
 
 A reference is the source's formula with the source's constants, in NumPy's float64; the formula reads
-nothing from the recipe. `t` is the number of completed updates, which the sources call global_step. If a recipe differs
-from its source by rounding, `within` bounds the difference as a fraction of the peak, and a comment
-gives the reason.
+nothing from the recipe. `t` is the number of completed updates, which the sources call global_step.
+If a recipe differs from its source by rounding, `within` bounds the difference as a fraction of the
+peak, and a comment gives the reason.
 """
 
 import math
