@@ -72,8 +72,8 @@ _ABSENT = Survey(
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: dir (of the images), weights (to start from), model (if the weights do not name one:
-    resnet18 ... resnet152, efficientnet_b0 ... b7), optimizer=lamb|momentum, batch=0 (at most 64,
-    with at least eight updates per epoch), epochs=20, smoke.
+    resnet18 ... resnet152, efficientnet_b0 ... b7), optimizer=lamb|momentum, batch=0 (0: 64, or
+    less if an epoch would have fewer than eight updates), epochs=20, smoke.
     """
     arg = parse_argument(
         argument, dir="", weights="", model="", optimizer="lamb", batch=0, epochs=20.0, smoke=False

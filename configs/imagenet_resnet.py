@@ -44,7 +44,7 @@ Recipes (`optimizer=` and `recipe=`; the first is the default):
             mlperf: Google's entries in TensorFlow, v0.6 at 32,768 and v0.7 at 65,536;
             mlperf_jax: v0.7 in JAX at 65,536. Rates, warm-up, momentum and updates are [seen] in
             logs; that weights decay in the TensorFlow entries is [recalled]. The JAX entry warms up
-            for 33 of its epochs of 19.75 updates (train.py rounds four of them up to 79). These
+            for 33 of its epochs of 19.75 updates (train.py rounds the updates of four epochs up to 79). These
             651.75 updates are 33.34 passes over the 1,281,167 images.
   momentum  goyal: a rate of 0.1 at batch 256, scaled linearly with the batch size, with a warm-up
             from 0.1 over 5 epochs; the rate is multiplied by 0.1 at epochs 30, 60 and 80 [recalled,

@@ -64,7 +64,7 @@ def _init_scale(features: int) -> float:
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: data=multi30k|wmt16, optimizer=adam|lamb, batch=0 (the base batch), smoke."""
+    """Arguments: data=multi30k|wmt16, optimizer=adam|lamb, batch=0 (0: the base batch), smoke."""
     arg = parse_argument(argument, data="multi30k", optimizer="adam", batch=0, smoke=False)
     check_argument("data", arg.data, _DATA)
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)

@@ -154,7 +154,7 @@ class Registry(dict[str, Any]):
             return made(**fixed, **given)
 
     def making(self, name: Any) -> contextlib.AbstractContextManager[None]:
-        """Turns an error that the component, if it is custom, raises in the block into a UserError."""
+        """Turns an error in the block into a UserError if the component `name` is custom."""
         if self.is_custom(name):
             return custom.making(name, f"config.{self.name_key}")
         return contextlib.nullcontext()

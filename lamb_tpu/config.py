@@ -105,7 +105,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
 
 
 def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
-    """Inverts `flatten`: returns a locked config; missing keys get their defaults."""
+    """Inverts `flatten` and returns a locked config; missing keys get their defaults."""
     config = ConfigDict(spec.nested(flat))
     for key in spec_keys.keys():
         if key.default is None:

@@ -25,8 +25,8 @@ def printable(text: str) -> str:
     """Makes a text safe to print on one line.
 
     File names, records and tables may come from other people, and a control character in them could
-    change the terminal or forge a line of output. Replaces each such character with the
-    escape that `repr` shows, and cuts the middle out of a long text.
+    change the terminal or forge a line of output. Replaces each such character with the escape that
+    `repr` shows, and cuts the middle out of a long text.
     """
     if len(text) > _MOST:
         left_out = len(text) - _MOST

@@ -154,9 +154,9 @@ def _keeping(folder: Workdir) -> Callable[[str, str], None]:
 
 
 def _best(state: TrainState, saved: Mapping[str, Any], decides: Callable[[], Run]) -> int | None:
-    """Returns the best checkpoint's number of updates, as recorded in the newest one (`state`, `saved`).
+    """Returns the best checkpoint's number of updates, which the newest checkpoint records in `saved`.
 
-    If the last evaluation was interrupted, this first repeats it with the run that `decides` returns.
+    If the last evaluation was interrupted, it is first repeated: on `state`, with the run from `decides`.
     """
     position = Position.from_json(saved)
     record = position.observers["best"]

@@ -144,7 +144,7 @@ def fit(value: Any, kind: Any) -> Any:
 
 
 def _describe_items(kind: Any, plural: str = "") -> str:
-    """Describes a sequence type without its article.
+    """Describes a sequence type without the article 'a'.
 
     >>> _describe_items(tuple[tuple[int, int], ...])
     ' tuple of tuples of 2 whole numbers'

@@ -118,7 +118,7 @@ def warnings(scaled: Sequence[ScaledBatch], epochs: float | None) -> list[str]:
 
 
 def curve_figure(scaled: Sequence[ScaledBatch], epochs: float | None = None) -> "Figure":
-    """Plots each batch size's learning rate against epochs; also against updates, for the first updates."""
+    """Plots each batch size's learning rate twice: against epochs, and its first part against updates."""
     from lamb_tpu import style
 
     end = epochs or 1.25 * max(row.warmup_epochs for row in scaled) or 1.0

@@ -263,7 +263,7 @@ def _section(config: Mapping[str, Any] | None, section: str) -> dict[str, Any]:
 def _check_file_fits(config: ConfigDict, override: Override, given: Collection[str]) -> None:
     """Rejects a component named on the command line if it lacks fields that the file sets.
 
-    Call this after names and presets are applied; `given` has all keys of the command line.
+    Call this after names and presets are applied; `given` has the keys of all overrides.
     """
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)

@@ -115,7 +115,7 @@ def layer_figure(history: History, layers: Sequence[str] | None = None, title: s
     """Plots trust ratios and relative step lengths of layers: lines above, heat maps below.
 
     The relative step length is the norm of the update divided by the norm of the weights; under LAMB
-    without bounds it equals the learning rate in every adaptive layer. If there are more layers
+    without bounds, this length equals the learning rate in every adaptive layer. If there are more layers
     than `style.MOST`, lines go from dark (first layer) to bright (last layer). Grey: no value.
 
     Args:

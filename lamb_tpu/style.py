@@ -177,7 +177,7 @@ def legend_below(
     """Adds a legend of at most 6 columns below a figure or panel, for the axes in `of` (None: all axes).
 
     A legend of very many lines would leave no space for the axes. With more than `_NAMES` lines,
-    it names the first lines and counts the rest.
+    the legend names the first lines and counts the others.
     """
     lines_by_label: dict[str, Any] = {}
     for axes in figure.axes if of is None else of:  # type: ignore[union-attr]
@@ -263,7 +263,7 @@ def heights(line: Line2D) -> list[float]:
 
 
 def cut_above(axes: Axes, most: float) -> None:
-    """Limits the y axis to `most`, and states the largest value if it is greater; call after drawing.
+    """Limits the y axis to `most`, and states the largest value if it exceeds `most`; call after drawing.
 
     Otherwise a diverged run would flatten the other lines.
     """

@@ -247,7 +247,7 @@ def lose_stdout(error: Exception | None = None) -> str | None:
     """Returns why standard output cannot be written to, or None; on failure, discards its buffer.
 
     Otherwise writing the buffer would fail again at exit, where no message can be printed. `error` is the
-    exception that ended the program; if a failed write may have raised it, this writes a newline to
+    exception that ended the program; if it may come from a failed write, a newline is written to
     find out.
     """
     try:
@@ -278,7 +278,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE  # exit status of a program that SIGPIPE ende
 def open_missing() -> None:
     """Opens standard streams that the shell has closed, as with `>&-`, and discards their output.
 
-    Otherwise the next file that the program opens, such as a checkpoint, would get their descriptor.
+    Otherwise the next file that the program opens, such as a checkpoint, would get a closed stream's number.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -360,9 +360,9 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Lets the block continue if its terminal or the reader of its output is gone.
+    """Lets the block continue if the terminal, or the reader of standard output, is gone.
 
-    A run's records and checkpoints are in files, so the run does not need its output.
+    A run's records and checkpoints are in files, so the run does not need standard output.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (  # type: ignore[assignment]

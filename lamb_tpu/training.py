@@ -137,7 +137,7 @@ class Training:
     Attributes:
       current: the recipe, with the batch sizes that have been decided so far.
       is_over: whether the run was already complete when it was started.
-      eval_due, save_due: whether an evaluation, or a save of the state, is due; evaluates before it saves.
+      eval_due, save_due: whether an evaluation or a save is due; the evaluation precedes the save.
     """
 
     run: Run

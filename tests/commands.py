@@ -31,7 +31,7 @@ spent = 0.0
 
 
 def early(environment: dict[str, str]) -> dict[str, str]:
-    """Returns the variables that must be set before a process starts, except the number of devices."""
+    """Returns the variables, except the number of devices, that must be set before a process starts."""
     return {
         name: value
         for name, value in environment.items()
@@ -108,7 +108,7 @@ def _forked(line: list[str], seconds: float) -> dict[str, Any] | None:
 
 
 def _run_file(path: pathlib.Path) -> list[str] | None:
-    """Forks for each command in a file; a child returns its command, and this process returns None."""
+    """Forks for each command in a file; a child returns its command, and the parent returns None."""
     actual = []
     for line in json.loads(path.read_text()):
         outcome = _forked(line, SECONDS)

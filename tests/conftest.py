@@ -46,7 +46,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets options for fast compilation, unless only long tests run, which mostly compute."""
+    """Sets options for fast compilation, unless only long tests run, which compute more than they compile."""
     if config.option.markexpr != "long":
         os.environ["XLA_FLAGS"] = compiling.flags()
 

@@ -32,7 +32,7 @@ ARGUMENTS = [
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of a command.
+    """The outcome of a command.
 
     Attributes:
       status: exit status.

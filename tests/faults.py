@@ -33,7 +33,7 @@ ARGUMENTS = [
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """SIGTERM or SIGKILL, sent to process 0, process 1 or 'all', `delay` seconds after the start.
+    """SIGTERM or SIGKILL, sent to process 0, process 1 or 'all' processes, `delay` seconds after the start.
 
     With 'all', SIGTERM goes to the launcher, as from a scheduler, and SIGKILL to each process.
     """
@@ -54,7 +54,7 @@ class Start:
       finished: updates of the checkpoints that were finished when the signal came.
       last: update of the last record when the signal came; 0 if the run was not yet set up.
       resumed_from: update from which the run resumed, as text; '0' if the run began from scratch; '-'
-        if it ended before either.
+        if the run ended before it resumed or began.
       seconds: time from the start of both processes to their end.
     """
 

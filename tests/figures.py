@@ -61,9 +61,10 @@ def check(figure: Figure) -> None:
 
 
 def check_space(figure: Figure, readable: bool = True) -> None:
-    """Fails if a legend overlaps axes, a text is too small, or a part is white even on a dark page.
+    """Fails if a legend overlaps axes, a text is too small, or the figure has a white area.
 
-    With `readable=False`, texts may have any size, for figures that no phone shows.
+    A white area would be a spot on a dark page. With `readable=False`, texts may have any size, for
+    figures that no phone shows.
     """
     figure.draw_without_rendering()
     for legend, axes in itertools.product(legends(figure), figure.axes):

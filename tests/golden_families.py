@@ -37,8 +37,8 @@ def trajectory(
       dtype: 'float32' or 'float64'.
 
     Returns:
-      Two dictionaries from names to arrays (updates + 1, *shape). They differ if the optimizer
-      evaluates the network with other parameters than it trains, such as averages.
+      Two dictionaries from names to arrays (updates + 1, *shape). They differ if the network is
+      evaluated with other parameters than the trained ones, such as averages.
     """
     with jax.enable_x64(dtype == "float64"):
         params = initial(inputs, dtype)
@@ -75,7 +75,7 @@ def _of(
     transform: Callable[[dict[str, Any], Any], optax.GradientTransformation | None],
     reason: Callable[[Entry], str],
 ) -> Repeat:
-    """Returns the function that repeats a family of optimizers.
+    """Returns the function that recomputes the entries of a family of optimizers.
 
     Args:
       transform: function from an entry and the parameters to the optimizer; None for an entry that is

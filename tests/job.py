@@ -41,7 +41,7 @@ def evaluate() -> None:
 
 
 def desync() -> None:
-    """Checks equal parameters, and then parameters that differ on one device and in one process."""
+    """Checks parameters three times: all equal, different on one device, and different in one process."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec

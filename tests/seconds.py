@@ -62,7 +62,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Lists the passed tests over the limit, including those of worker processes."""
+    """Lists the passed tests over the time limit, including tests in worker processes."""
     slow = [
         (seconds, report.nodeid)
         for report in terminalreporter.getreports("passed")

@@ -218,7 +218,7 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
 
 def test_sigterm_where_an_exception_is_lost() -> None:
-    """Python only prints an exception raised in a callback of the garbage collector, such as JAX's."""
+    """Python only prints an exception raised in a garbage-collector callback; JAX has such a callback."""
     done = tiny.python(
         "import gc, os, signal\n"
         "from lamb_tpu import ending, cli\n"

@@ -1,4 +1,4 @@
-"""The command `lamb_tpu`, and the time that every command takes for --help."""
+"""Tests the command `lamb_tpu`, and the time that every command takes for --help."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Tests that tests compile with fast options, and that those marked `optimized` compile as for users."""
+"""Tests that tests compile with fast options, and tests marked `optimized` with XLA's defaults."""
 
 import subprocess
 import sys

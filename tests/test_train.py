@@ -232,7 +232,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def test_preempted_run_equals_an_uninterrupted_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that SIGTERM ends repeatedly, and a crash once, writes the same records as an undisturbed run.
+    """A run that is ended often by SIGTERM and once by a crash writes the records of an undisturbed run.
 
     The run polls for signals before each update, and before each of the three batches of an evaluation.
     """

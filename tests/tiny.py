@@ -52,7 +52,7 @@ def change(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
 
 
 def digits(**changes: Any) -> ConfigDict:
-    """Returns a config: 12 updates at batch 64, a checkpoint every 4 updates, an evaluation every 6.
+    """Returns a config: 12 updates at batch 64, a checkpoint every 4 updates, an evaluation every 6 updates.
 
     The data has 256 examples. `changes` sets keys, with '__' in place of each dot.
     """
@@ -84,7 +84,7 @@ def unbroken(text: str) -> str:
 
 
 def has_ended(process: int, within: float) -> bool:
-    """Waits up to `within` seconds; returns whether the process has ended.
+    """Waits at most `within` seconds; returns whether the process has ended.
 
     The process need not be a child of this process. A zombie counts as ended.
     """

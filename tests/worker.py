@@ -1,6 +1,6 @@
 """The program of the launcher's tests: `python -m tests.worker MODE FOLDER`.
 
-Each process writes its id into FOLDER, so that a test can check whether it has ended.
+Each process writes its id into FOLDER, so that a test can check whether the process has ended.
 """
 
 import os
@@ -30,7 +30,7 @@ def fail() -> None:
 
 
 def abort() -> None:
-    """Process 1 aborts, and prints a message as JAX prints it before an abort."""
+    """Process 1 prints what JAX prints before an abort, and aborts."""
     if INDEX == 1:
         print("the reason\n*** Check failure stack trace: ***\n    @ 0x1 function", flush=True)
         os.abort()

@@ -82,7 +82,7 @@ def test_onebit_lamb_has_its_exchange() -> None:
 
 
 def test_who_adapts() -> None:
-    """All tensors adapt in DeepSpeed's LAMB; in the authors' and apex's, only those that decay."""
+    """In DeepSpeed's LAMB all tensors adapt; in the authors' and apex's LAMB, only tensors that decay."""
     shapes = {
         "encoder/layers/output/bias": (2, 4),
         "encoder/layers/output/kernel": (2, 4, 4),

@@ -75,7 +75,7 @@ TABLES = {
 
 @functools.cache
 def shapes(model: str, name: str) -> Any:
-    """Returns the parameter shapes of the network with this JSON config, for the inputs in `TABLES`."""
+    """Returns the parameter shapes of the network with the JSON config `model`, for inputs from `TABLES`."""
     built = models.build(**json.loads(model))
     return jax.eval_shape(built.init, jax.random.key(0), TABLES[name][2])["params"]
 

@@ -32,7 +32,7 @@ Curve = Callable[[np.ndarray], np.ndarray]
 def polynomial_decay(
     t: np.ndarray, rate: float, steps: float, end: float, power: float
 ) -> np.ndarray:
-    """tf.train.polynomial_decay without cycles."""
+    """Returns the rates of tf.train.polynomial_decay, without cycles."""
     return end + (rate - end) * (1 - np.minimum(t, steps) / steps) ** power
 
 
@@ -49,7 +49,7 @@ def paper(rate: float, total: int, base_total: int) -> Curve:
 
 
 def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
-    """PolyWarmUpScheduler of NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py."""
+    """Schedule of NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py, PolyWarmUpScheduler."""
 
     def curve(t: np.ndarray) -> np.ndarray:
         progress = (t + 1) / total
