@@ -2,8 +2,8 @@ r"""BERT pre-training with LAMB at 128 and then 512 tokens, as in 'Training BERT
 
 Paper: arXiv:1904.00962. Its table 1 gives the SQuAD v1.1 F1 of BERT-Large after 512 M examples:
 91.752 with batch 512 and 1,000,000 updates; 91.475 with batch 32,768 and 15,625 updates; and 90.584
-with batch 65,536, then 32,768, and 8,599 updates, in 76.19 minutes on 1,024 TPU v3 chips. These
-results are quoted from the paper and were not run here. experiments/bert has our measurements.
+with batch 65,536, then 32,768, and 8,599 updates in all, in 76.19 minutes on 1,024 TPU v3 chips. These
+results are quoted from the paper; they were not measured here. experiments/bert has our results.
 
 Prepare the text first, each split in a separate folder below DATA:
 

@@ -1,4 +1,4 @@
-r"""CIFAR-10 with DavidNet at batch 512 for 24 epochs, as in the LAMB paper, or larger batches.
+r"""CIFAR-10 with DavidNet at batch 512 for 24 epochs, as in the LAMB paper, or at larger batches.
 
 Paper: arXiv:1904.00962, appendix, CIFAR-10/DavidNet, test accuracy: LAMB 0.9408, momentum 0.9372,
 AdamW 0.9271, Adam 0.9225, Adagrad 0.9074. These accuracies are quoted from memory, not read in the
@@ -35,17 +35,16 @@ averaged, over a batch:
             batch 512 in NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
 In this recipe, no optimizer decays BatchNorm's parameters; in dawn.py these parameters decay.
 
-`batch=`, up to 16,384, scales the rate of momentum linearly and the rates of LAMB and LARS by the
-square root; the other rates do not change. The warm-up has the same number of epochs at every batch
-size, because LEGW's warm-up would outlast the run. BatchNorm's groups are 512 examples at every
-batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU core: in one of
-their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop
-the last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
-decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with 0.9 per
-update, the averages would mostly reflect old weights. model=resnet18 uses the same rates, which were not
-tuned for it.
-`epochs=` scales the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a
-CPU.
+`batch=` (meant for at most 16,384) scales the rate of momentum linearly and the rates of LAMB and
+LARS by the square root; the other rates do not change. The warm-up has the same number of epochs at
+every batch size, because LEGW's warm-up would outlast the run. BatchNorm's groups are 512 examples at
+every batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU core: in one of
+their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop the
+last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
+decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with
+0.9 per update, the averages would mostly reflect old weights. model=resnet18 uses the same rates,
+which were not tuned for it. `epochs=` scales the warm-up by epochs / 24. --config.model.width=16
+makes DavidNet narrower, for a CPU.
 """
 
 from typing import Any

@@ -9,8 +9,8 @@ IMAGES/val/CLASS/*.jpg (or `test` or `validation` in place of `val`); or only IM
 tenth of these images is then used for evaluation instead of training
 (`--config.data.options.holdout`); or a labels.tsv.
 Images may be JPEG, PNG, WebP or BMP of any size, in the folder of their class or below it. They are
-cropped to the network's image size, or, if most of them are smaller, to their own size, rounded to a
-multiple of 32.
+cropped to the network's image size or, if most images are smaller, to the size of the images, rounded
+to a multiple of 32.
 
 FOLDER, if given, has config.json and model.safetensors of a ResNet or tf_efficientnet from timm. It
 may also be the workdir of a run, or a .safetensors file from torchvision, for which the network
@@ -19,8 +19,8 @@ standard deviation of the pixels. All parameters are trained; the output layer i
 classes differ.
 
 Source: none; this is a setting of this project. Rates are for batches of 64 images, and scale by the
-square root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18 on
-20 classes of Tiny ImageNet, as 0.01 for LAMB and 0.2 for momentum at batch 256 (measured here,
+square root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18
+on 20 classes of Tiny ImageNet: 0.01 for LAMB and 0.2 for momentum at batch 256 (measured here,
 experiments/report/vision-tiny_imagenet.md). The rates for fine-tuning were chosen on ten of these
 classes, with 60 images of each class, by the accuracy on 500 validation images, after 10 epochs at
 32 pixels, with one seed. The runs started from a ResNet-18 trained on the ten other classes (accuracy

@@ -1,9 +1,9 @@
 r"""ImageNet with EfficientNet B0 to B7: RMSProp up to 16,384 and LARS up to 65,536.
 
-Paper: arXiv:2011.00071. The table below is the paper's table 2 of peak top-1 accuracies, [recalled]:
-from memory. The abstract says that B5 at batch 65,536 reaches 0.83 in 1 hour and 4 minutes on 1,024
-cores of TPU v3, [seen]: read in the source. All numbers are quoted. The recipe was not run here,
-because ImageNet is not available.
+Paper: arXiv:2011.00071. [recalled] means quoted from memory, and [seen] means read in the source. The
+table below has the peak top-1 accuracies of the paper's table 2 [recalled]. B5 at batch 65,536 reaches
+0.83 in 1 hour and 4 minutes on 1,024 cores of TPU v3 [seen in the abstract]. The recipe was not run
+here, because ImageNet is not available.
 
          cores    128    256    512    512    1,024  1,024
          batch  4,096  8,192 16,384 16,384   32,768 65,536

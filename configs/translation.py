@@ -18,9 +18,9 @@ four times Adam's.
 
 MULTI30K is the folder of the original files, train.de.gz and so on. TFDS is a folder in which
 `tfds.builder('wmt16_translate/de-en', data_dir=TFDS, file_format='array_record')
-.download_and_prepare()` has run once, on a machine with TensorFlow. Token ids are prepared at the
-first start, below config.data.prepared_dir. With `smoke`, both settings train a narrow network on a
-bundled grammar.
+.download_and_prepare()` has run once, on a machine with TensorFlow. The first run
+prepares token ids below config.data.prepared_dir. With `smoke`, both values of `data` train a narrow
+network on a bundled grammar.
 
 `batch=` rescales the rate and warm-up by LEGW. The run writes translations.txt, and bleu.json with
 sacrebleu's signature, into DIR. Hardware, wall time and BLEU: Multi30k was measured here, in
