@@ -1,9 +1,9 @@
-r"""BERT pre-training with LAMB: 128 tokens, then 512, as in Training BERT in 76 minutes.
+r"""BERT pre-training with LAMB at 128 and then 512 tokens, as in 'Training BERT in 76 minutes'.
 
 Paper: arXiv:1904.00962. Its table 1 gives the SQuAD v1.1 F1 of BERT-Large after 512 M examples:
 91.752 with batch 512 and 1,000,000 updates; 91.475 with batch 32,768 and 15,625 updates; and 90.584
-with batch 65,536, then 32,768, and 8,599 updates, in 76.19 minutes on 1,024 TPU v3 chips. These are
-quoted from the paper and were not run here. experiments/bert has what was measured here.
+with batch 65,536, then 32,768, and 8,599 updates in all, in 76.19 minutes on 1,024 TPU v3 chips. These
+results are quoted from the paper; they were not measured here. experiments/bert has our results.
 
 Prepare the text first, each split in a separate folder below DATA:
 
@@ -33,15 +33,15 @@ Recipes (`recipe=`):
             drops from 5e-3 to 4e-3. If the decay began at the end of the warm-up, the sum of the
             rates would be 19 % larger.
   mixed     Batch 65,536 for 7,038 updates, then 32,768 for 1,561. The paper does not give the rates
-            of this run; here they follow the same rule.
+            of this run; here the rates follow the rule of recipe=paper.
   nvidia    NVIDIA's PyTorch example: rates 6e-3 and 4e-3, warm-ups of 28.43 and 12.8 %, a
             square-root decay that also counts from update 0, and a schedule that starts at step 1.
-  deepspeed DeepSpeed's 44 minutes: DeepSpeedExamples/bing_bert, bert_large_lamb.json, the two
-            scripts and deepspeed_train.py. Rates 1e-3 plus 1.1e-2, then 2e-3; quadratic warm-up of
-            450 updates (6 % of 7,500; bert-pretraining.md says 2 %) and 150; smooth exponential
-            decay; ratios between 0.01 and 0.3, also for biases and LayerNorm; eps 1e-8. The numbers
-            of examples are those of bert-pretraining.md, with the second phase up to its last
-            checkpoint. Unlike in DeepSpeed's recipe, the pooler is trained.
+  deepspeed DeepSpeed's run of 44 minutes, from DeepSpeedExamples/bing_bert: bert_large_lamb.json, the
+            two scripts and deepspeed_train.py. Peak rates of 1e-3 plus 1.1e-2, then 2e-3; quadratic
+            warm-ups of 450 updates (6 % of 7,500; bert-pretraining.md says 2 %), then 150; smooth
+            exponential decay; trust ratios between 0.01 and 0.3, also for biases and LayerNorm; eps
+            1e-8. The numbers of examples are those of bert-pretraining.md; the second phase ends at
+            DeepSpeed's last checkpoint. Unlike in DeepSpeed's recipe, the pooler is trained.
 """
 
 from typing import Any

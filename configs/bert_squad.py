@@ -3,10 +3,10 @@ r"""Question answering on SQuAD v1.1, from a pre-trained BERT.
 Source of the rates: a comment in the LAMB authors' code (github.com/fastalgo/davidnet-cifar): 3e-5,
 4e-5 or 5e-5 for AdamW on SQuAD 1.1, and 3e-4, 4e-4 or 5e-4 for LAMB at batch 64. Two epochs, windows
 of 384 tokens with a stride of 128, and warm-up over a tenth of the run are from run_squad.py of
-google-research/bert. The linear decay counts from update 0, as in `create_optimizer` of
-optimization.py there and in the LAMB authors' version of that file. Paper of the data set:
-arXiv:1606.05250. Expected metric: after the LAMB paper's pre-training at batch 32,768, BERT-Large
-reaches an F1 of 91.475, which is quoted from the paper (arXiv:1904.00962) and was not run here. Small
+google-research/bert. The linear decay counts from update 0, as in `create_optimizer` of that
+repository's optimization.py and of the LAMB authors' version of optimization.py. Paper of the data
+set: arXiv:1606.05250. Expected metric: after the LAMB paper's pre-training at batch 32,768,
+BERT-Large reaches an F1 of 91.475 (quoted from that paper, arXiv:1904.00962; not run here). Small
 networks were measured here, in experiments/bert.
 
   python -m lamb_tpu.train --config=configs/bert_squad.py --workdir=DIR \
@@ -18,9 +18,9 @@ networks were measured here, in experiments/bert.
       --config.data.train_split=train-v2.0.json --config.data.eval_split=dev-v2.0.json
 
 SQUAD is the folder with train-v1.1.json and dev-v1.1.json. PRETRAINED is the workdir of a run of
-configs/bert_pretrain.py, or a folder written by Hugging Face's transformers, with its vocab.txt. The
+configs/bert_pretrain.py, or a folder that Hugging Face's transformers wrote, including vocab.txt. The
 run writes predictions.json for the official script into DIR, and records exact match and F1.
-Hardware and wall time at this size: not run.
+Hardware and wall time: not known, because this size was not run.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-r"""CIFAR-10 with DavidNet at batch 512 for 24 epochs, as in the LAMB paper; and larger batches.
+r"""CIFAR-10 with DavidNet at batch 512 for 24 epochs, as in the LAMB paper, or at larger batches.
 
 Paper: arXiv:1904.00962, appendix, CIFAR-10/DavidNet, test accuracy: LAMB 0.9408, momentum 0.9372,
-AdamW 0.9271, Adam 0.9225, Adagrad 0.9074; [recalled], not read in the paper. All are quoted; only 2
-of the 24 epochs were run here: experiments/report/lamb-cifar10.md. [seen] means read in code, logs
-or a README.
+AdamW 0.9271, Adam 0.9225, Adagrad 0.9074. These accuracies are quoted from memory, not read in the
+paper; only 2 of the 24 epochs were run here: experiments/report/lamb-cifar10.md. [seen] means read
+in code, logs or a README.
 
   python -m lamb_tpu.train --config=configs/cifar10.py --workdir=DIR
   python -m lamb_tpu.train --config=configs/cifar10.py:optimizer=momentum,batch=4096 --workdir=DIR
@@ -22,30 +22,29 @@ LAMB authors' search, github.com/fastalgo/davidnet-cifar [seen], where losses ar
 averaged, over a batch:
   lamb      Their best run, 0.9409: a rate of "10.0", which their code divides by 512, weight decay
             1.0, 6 epochs of warm-up, then linear decay; no bias correction and, unlike for BERT, no
-            clipping; eps is divided by 512 like the gradients.
+            clipping; eps is divided by 512, as the gradients are.
   adamw     Their best run, 0.9340 after 30 epochs: a rate of "5.0", which is divided by 512, and 5
             epochs of warm-up. They decay the weights by 1e-4 in each update. If the rate does not
             multiply the decay, as in TensorFlow, this equals a decay of 0.02 times the rate,
             averaged over the run.
   adam      The rate of adamw. In the public commit, the code in their folder for Adam is LAMB's, so
-            the rates in its log (0.02) are not Adam's.
+            the rate of 0.02 in that folder's log is not Adam's.
   adagrad   Their best run, 0.9044 after 30 epochs: a constant rate of 0.013; the accumulator starts
             at 0.1 / 512^2.
   lars      Not in the paper's table. The rate of 4.0 and the power of 2 are those of ResNet-50 at
             batch 512 in NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch [seen]; not tuned for this network.
 In this recipe, no optimizer decays BatchNorm's parameters; in dawn.py these parameters decay.
 
-`batch=`, up to 16,384, scales the rate of momentum linearly and the rates of LAMB and LARS by the
-square root; the other rates do not change. The warm-up has the same number of epochs at every batch
-size, because LEGW's warm-up would outlast the run. BatchNorm's groups are 512 examples at every
-batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU core: in one of
-their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop
-the last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
-decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with 0.9 per
-update, the averages would mostly reflect old weights. model=resnet18 uses the same rates, which were not
-tuned for it.
-`epochs=` scales the warm-up by epochs / 24. --config.model.width=16 makes DavidNet narrower, for a
-CPU.
+`batch=` (meant for at most 16,384) scales the rate of momentum linearly and the rates of LAMB and
+LARS by the square root; the other rates do not change. The warm-up has the same number of epochs at
+every batch size, because LEGW's warm-up would outlast the run. BatchNorm's groups are 512 examples at
+every batch size, as in dawn.py. The LAMB authors' groups were the examples of one TPU core: in one of
+their settings, 64 examples on each of 8 cores (--config.model.group_size=64). These authors drop the
+last examples of an epoch, so their runs have 2,328 updates instead of 2,344. The running averages
+decay by 0.9 per 512 examples at every batch size, and therefore by 0.9^32 per update of 16,384: with
+0.9 per update, the averages would mostly reflect old weights. model=resnet18 uses the same rates,
+which were not tuned for it. `epochs=` scales the warm-up by epochs / 24. --config.model.width=16
+makes DavidNet narrower, for a CPU.
 """
 
 from typing import Any

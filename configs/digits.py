@@ -1,9 +1,10 @@
 """A small dense network on UCI's handwritten digits (bundled: 1,437 training scans of 8x8 pixels).
 
 The setting of `make demo`: each optimizer has one base setting at batch 32, which a rule scales to
-larger batches without tuning. LAMB uses LEGW (square-root learning rate, linear-epoch warm-up;
-arXiv:1904.00962, 1901.08256). Momentum, Nesterov's momentum and LARS scale linearly with 5 epochs of
-warm-up (arXiv:1706.02677, 1708.03888). AdamW's rate is not scaled.
+larger batches without tuning. LAMB uses LEGW, which scales the rate by the square root and
+the warm-up epochs linearly (arXiv:1904.00962, 1901.08256). The rates of momentum, Nesterov's momentum
+and LARS scale linearly, with 5 epochs of warm-up (arXiv:1706.02677, 1708.03888). AdamW's rate is not
+scaled.
 
   python -m lamb_tpu.train --config=configs/digits.py:optimizer=lamb,batch=512 --workdir=DIR
 

@@ -9,18 +9,18 @@ IMAGES/val/CLASS/*.jpg (or `test` or `validation` in place of `val`); or only IM
 tenth of these images is then used for evaluation instead of training
 (`--config.data.options.holdout`); or a labels.tsv.
 Images may be JPEG, PNG, WebP or BMP of any size, in the folder of their class or below it. They are
-cropped to the network's image size, or, if most of them are smaller, to their own size, rounded to a
-multiple of 32.
+cropped to the network's image size or, if most images are smaller, to the size of the images, rounded
+to a multiple of 32.
 
 FOLDER, if given, has config.json and model.safetensors of a ResNet or tf_efficientnet from timm. It
-may also be a workdir of this project, or a .safetensors file from torchvision, for which the network
+may also be the workdir of a run, or a .safetensors file from torchvision, for which the network
 must be given too, such as `model=resnet50`. The weights determine the network, and the mean and
 standard deviation of the pixels. All parameters are trained; the output layer is new, because the
 classes differ.
 
-Source: none; this is a setting of this project. Rates are for 64 images, and scale by the square
-root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18 on
-20 classes of Tiny ImageNet, as 0.01 for LAMB and 0.2 for momentum at batch 256 (measured here,
+Source: none; this is a setting of this project. Rates are for batches of 64 images, and scale by the
+square root of the batch size (momentum: linearly). The rates without weights were chosen for ResNet-18
+on 20 classes of Tiny ImageNet: 0.01 for LAMB and 0.2 for momentum at batch 256 (measured here,
 experiments/report/vision-tiny_imagenet.md). The rates for fine-tuning were chosen on ten of these
 classes, with 60 images of each class, by the accuracy on 500 validation images, after 10 epochs at
 32 pixels, with one seed. The runs started from a ResNet-18 trained on the ten other classes (accuracy
@@ -72,8 +72,8 @@ _ABSENT = Survey(
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments: dir (of the images), weights (to start from), model (if the weights do not name one:
-    resnet18 ... resnet152, efficientnet_b0 ... b7), optimizer=lamb|momentum, batch=0 (at most 64,
-    with at least eight updates per epoch), epochs=20, smoke.
+    resnet18 ... resnet152, efficientnet_b0 ... b7), optimizer=lamb|momentum, batch=0 (0: 64, or
+    less if an epoch would have fewer than eight updates), epochs=20, smoke.
     """
     arg = parse_argument(
         argument, dir="", weights="", model="", optimizer="lamb", batch=0, epochs=20.0, smoke=False

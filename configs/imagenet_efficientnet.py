@@ -1,9 +1,9 @@
 r"""ImageNet with EfficientNet B0 to B7: RMSProp up to 16,384 and LARS up to 65,536.
 
-Paper: arXiv:2011.00071, its table 2 with peak top-1. The table is [recalled], which means from
-memory; 0.83 for B5 at 65,536 in 1 hour and 4 minutes on 1,024 cores of TPU v3 is [seen] in the
-abstract, which means read there. All numbers are quoted. The recipe was not run here, because
-ImageNet is not available.
+Paper: arXiv:2011.00071. [recalled] means quoted from memory, and [seen] means read in the source. The
+table below has the peak top-1 accuracies of the paper's table 2 [recalled]. B5 at batch 65,536 reaches
+0.83 in 1 hour and 4 minutes on 1,024 cores of TPU v3 [seen in the abstract]. The recipe was not run
+here, because ImageNet is not available.
 
          cores    128    256    512    512    1,024  1,024
          batch  4,096  8,192 16,384 16,384   32,768 65,536
@@ -21,14 +21,14 @@ ImageNet is not available.
 
 TFDS's imagenet2012, prepared once, is read from --config.data.prepared_dir. A folder of photographs
 by class is read with --config.data.name=image_folder --config.data.dir=DIR. Hardware and wall time:
-the table has the paper's cores; B2 reaches 0.797 in 18 minutes [recalled] on 1,024 cores.
+the table has the paper's number of cores; B2 reaches 0.797 in 18 minutes [recalled] on 1,024 cores.
 
 All other settings are from the released code, tensorflow/tpu, models/official/efficientnet [seen]:
 
 - an L2 term of 1e-5 in the loss over all parameters except BatchNorm's, for every optimizer
   (main.py, model_fn); LARS also decays all parameters that it adapts by 1e-5 (--lars_weight_decay);
-- crops that cover less than a tenth of an image are drawn again, and are resized by TensorFlow 1's
-  bicubic filter (preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time);
+- crops that cover less than a tenth of an image are drawn again; all crops are resized by TensorFlow
+  1's bicubic filter (preprocessing.py; `--config.data.options.resize=bilinear` takes 0.6 of the time);
 - the rate of RMSProp is multiplied by 0.97 every 2.4 epochs from the start; the rate of LARS falls to
   0.1 as a polynomial of power 2;
 - label smoothing 0.1, stochastic depth 0.2, and dropout by network size;

@@ -2,8 +2,8 @@ r"""ImageNet with ResNet v1.5: untuned LAMB from 512 to 32K, LARS as on TPUs, an
 
 Papers: LAMB, arXiv:1904.00962, appendix (untuned LAMB for ResNet-50, 90 epochs); LARS,
 arXiv:1708.03888, with the table of rates in tensorflow/tpu's ResNet and with entries to MLPerf;
-momentum, arXiv:1706.02677. The papers' numbers are quoted below. The recipes were not run
-here, because ImageNet is not available. [seen] means read in code, logs or a README; [recalled] means from
+momentum, arXiv:1706.02677. The papers' numbers are quoted below. The recipes were not run here,
+because ImageNet is not available. [seen] means read in code, logs or a README; [recalled] means from
 memory.
 
 Top-1 by batch, ResNet-50:
@@ -44,8 +44,8 @@ Recipes (`optimizer=` and `recipe=`; the first is the default):
             mlperf: Google's entries in TensorFlow, v0.6 at 32,768 and v0.7 at 65,536;
             mlperf_jax: v0.7 in JAX at 65,536. Rates, warm-up, momentum and updates are [seen] in
             logs; that weights decay in the TensorFlow entries is [recalled]. The JAX entry warms up
-            for 33 of its epochs of 19.75 updates (train.py rounds four of them up to 79). These
-            651.75 updates are 33.34 passes over the 1,281,167 images.
+            for 33 of its epochs of 19.75 updates (train.py rounds the updates of four epochs up to
+            79). These 651.75 updates are 33.34 passes over the 1,281,167 images.
   momentum  goyal: a rate of 0.1 at batch 256, scaled linearly with the batch size, with a warm-up
             from 0.1 over 5 epochs; the rate is multiplied by 0.1 at epochs 30, 60 and 80 [recalled,
             sure]. Labels are not smoothed.
@@ -59,7 +59,7 @@ fb.resnet.torch's transforms.lua [seen], which also uses a bicubic filter.
 
 Set the batch size with the argument `batch`: --config.batch_size also rescales lamb and momentum, but
 does not select another row for lars. BatchNorm's groups are 128 examples for lamb, which are one
-device's examples in the runs of the second row [seen]; 32 for momentum [recalled] and lars; and 64
+device's examples in the runs of the table's second row [seen]; 32 for momentum [recalled] and lars; and 64
 for lars at 65,536 (model_bn_span in the logs [seen]).
 """
 

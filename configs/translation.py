@@ -18,9 +18,9 @@ four times Adam's.
 
 MULTI30K is the folder of the original files, train.de.gz and so on. TFDS is a folder in which
 `tfds.builder('wmt16_translate/de-en', data_dir=TFDS, file_format='array_record')
-.download_and_prepare()` has run once, on a machine with TensorFlow. Token ids are prepared at the
-first start, below config.data.prepared_dir. With `smoke`, both settings train a narrow network on a
-bundled grammar.
+.download_and_prepare()` has run once, on a machine with TensorFlow. The first run
+prepares token ids below config.data.prepared_dir. With `smoke`, both values of `data` train a narrow
+network on a bundled grammar.
 
 `batch=` rescales the rate and warm-up by LEGW. The run writes translations.txt, and bleu.json with
 sacrebleu's signature, into DIR. Hardware, wall time and BLEU: Multi30k was measured here, in
@@ -59,12 +59,12 @@ _DATA: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def _init_scale(features: int) -> float:
-    """Returns MLPerf's 0.1 at width 1024, and more at smaller widths, to learn attention early enough."""
+    """Returns MLPerf's 0.1 at width 1024, and more at smaller widths, so that attention learns in time."""
     return 0.1 * (1024 / features) ** 0.5
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments: data=multi30k|wmt16, optimizer=adam|lamb, batch=0 (the base batch), smoke."""
+    """Arguments: data=multi30k|wmt16, optimizer=adam|lamb, batch=0 (0: the base batch), smoke."""
     arg = parse_argument(argument, data="multi30k", optimizer="adam", batch=0, smoke=False)
     check_argument("data", arg.data, _DATA)
     check_argument("optimizer", arg.optimizer, OPTIMIZERS)

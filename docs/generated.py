@@ -20,7 +20,7 @@ _ARXIV = re.compile(r"(?:arXiv:)?\b(\d{4}\.\d{5})\b")
 
 
 class Entry(NamedTuple):
-    """A table at one of its scales, at which its runs use the recipe.
+    """A table at one of its scales, if the runs at that scale use the recipe.
 
     Attributes:
       table: the table.
@@ -117,7 +117,7 @@ def recipes(folder: pathlib.Path, tables: Mapping[str, Table]) -> list[Recipe]:
 
 
 def _values(table: Table, scale: Scale) -> tuple[tuple[int, int], str, str, str]:
-    """Returns the fields of an `Entry` from `numbers` on."""
+    """Returns the fields `numbers`, `paper`, `measured` and `cost` of an `Entry`."""
     cells = summary_lib.summaries(table, scale, Results(table))
     published = [
         value

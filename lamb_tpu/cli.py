@@ -1,4 +1,4 @@
-"""Shared code of commands with absl flags: flags, the config file and its overrides, and messages."""
+"""Code for commands with absl flags: defining and parsing flags, config overrides, and error reports."""
 
 import contextlib
 import importlib
@@ -93,7 +93,7 @@ def define_process_flags() -> None:
 def answer_help() -> None:
     """Prints the help and exits if --help was given; call after defining flags, before slow imports.
 
-    Until `run_main`, Ctrl-C ends the process without a traceback.
+    From this call until `run_main`, Ctrl-C ends the process without a traceback.
     """
     if terminal.collecting:
         raise terminal.CollectedParser(None)
@@ -157,7 +157,7 @@ def _spellings() -> list[str]:
 
 
 def _parse_with_config(argv: list[str], required: Sequence[str]) -> list[str]:
-    """Parses flags that include --config; applies and checks the overrides."""
+    """Parses the flags of a command that has --config; applies and checks the config overrides."""
     from lamb_tpu import overrides  # late: it imports every optimizer, model, task and data set
 
     # Expand a --flagfile first, because it may contain overrides.
@@ -260,7 +260,7 @@ def _load_config_file(argv: list[str]) -> ConfigDict:
 
 
 def load_recipe(recipe: str) -> ConfigDict:
-    """Returns the config of a recipe, a file or a shipped name, optionally followed by ':argument'."""
+    """Returns the config of `recipe`: a file or a shipped recipe's name, optionally with ':argument'."""
     path, colon, argument = recipe.partition(":")
     path = recipe_path(path)
     if not os.path.isfile(path):
@@ -286,7 +286,7 @@ def load_recipe(recipe: str) -> ConfigDict:
 
 
 def seconds(key: str, text: str | None) -> float | None:
-    """Parses the duration of an option, such as '90m', '2h' or '1.5h'; None stays None."""
+    """Converts an option's duration, such as '90m', '2h' or '1.5h', to seconds; None stays None."""
     if text is None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
@@ -301,7 +301,7 @@ def seconds(key: str, text: str | None) -> float | None:
 
 
 def _check_overrides(argv: list[str], config: ConfigDict) -> None:
-    """Rejects an override of an unknown key, or with a value of the wrong type."""
+    """Rejects an override that names an unknown key or has a value of the wrong type."""
     from lamb_tpu import field_types
 
     for item in argv:
@@ -330,7 +330,7 @@ def _check_phases(argv: list[str], config: ConfigDict) -> None:
 
 
 def _sets(phase: object, key: str) -> bool:
-    """Returns whether a phase sets a dotted key that is not a section."""
+    """Returns whether a phase sets a dotted key; False if the key is a section."""
     for part in key.split("."):
         if not isinstance(phase, ConfigDict) or part not in phase:
             return False
@@ -341,9 +341,9 @@ def _sets(phase: object, key: str) -> bool:
 def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
     """Parses the command line, runs `main()`, which reads absl's flags, and exits.
 
-    Prints a `UserError` as one sentence without a traceback, and exits with status 2. Unless the
-    command handles SIGTERM, the signal ends it at once with status 75, which asks the caller to
-    start the command again.
+    Prints a `UserError` as one sentence without a traceback, and exits with status 2. SIGTERM ends
+    the command at once, unless the command handles it; status 75 then asks the caller to start the
+    command again.
     """
 
     def call(argv: Sequence[str]) -> None:
@@ -371,7 +371,7 @@ def run_main(main: Callable[[], None], required: Sequence[str] = ()) -> None:
 
 
 def run_command(main: Callable[[list[str]], int | None]) -> None:
-    """Runs a command without absl flags on the command-line words, and exits with its status."""
+    """Runs `main`, a command without absl flags, with the command-line words; exits with its status."""
     words = sys.argv[1:]
     del sys.argv[1:]
 

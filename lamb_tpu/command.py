@@ -87,7 +87,7 @@ def run(name: str) -> None:
 
 
 def _remedy() -> str:
-    """Returns the command that installs the packages that training needs."""
+    """Returns an instruction to install the packages that training needs."""
     checkout = pathlib.Path(lamb_tpu.__file__).parents[1]
     if (checkout / "pyproject.toml").exists():
         return f"install the packages for training: pip install -e '{checkout}[train]'"
@@ -139,6 +139,6 @@ def _help() -> str:
 
 
 def summary(module: str) -> str:
-    """Returns the first line of a module's docstring without importing the module, which is slow."""
+    """Returns the first line of a module's docstring; does not import the module, which would be slow."""
     path = pathlib.Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     return str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]

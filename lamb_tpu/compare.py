@@ -142,7 +142,7 @@ def _of_training(runs: Sequence[Run]) -> list[str]:
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Returns the config keys that differ, with each run's value as text.
 
-    A missing key has its default value, or '-' if it has no default.
+    A missing key has its default value, or '-' if the key has no default.
     """
     from lamb_tpu.config import FREE_KEYS
 
@@ -268,7 +268,7 @@ def history(runs: Sequence[Run], metric: str, against: str) -> "Figure":
 
 
 def _looks(runs: Sequence[Run], metric: tuple[str, str] | None) -> list[dict[str, Any]]:
-    """Returns the arguments of `Axes.plot` for each run; with many runs, all but the best are grey."""
+    """Returns each run's arguments of `Axes.plot`; only the best `_MAX_NAMED` runs are not grey."""
     from lamb_tpu import style
 
     numbers = list(range(len(runs)))

@@ -80,7 +80,7 @@ def _of_command(module: str) -> argparse.ArgumentParser:
 
 
 def _of_flags(names: Collection[str]) -> argparse.ArgumentParser:
-    """Returns a parser with absl flags as options; with --config, every config key is an option too."""
+    """Returns a parser with absl flags as options; if --config is among them, config keys are options too."""
     from absl import flags
 
     from lamb_tpu.config import base_config, flatten, recipe_folder
@@ -101,7 +101,7 @@ def _of_flags(names: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Completes file names for options without a type or choices, except config keys."""
+    """Makes the shell complete file names for options without a type or choices, except config keys."""
     import shtab
 
     for action in parser._actions:

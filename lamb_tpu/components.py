@@ -40,8 +40,8 @@ class Registry(dict[str, Any]):
     Args:
       noun: word for a component in messages, such as 'model'.
       shipped: the components by name.
-      section: config section with the component's fields; '' means the noun.
-      name_key: config key that names the component; '' means `name` in the section.
+      section: config section with the component's fields; '': the section's name is `noun`.
+      name_key: config key that names the component; '': the key `name` of the section.
       hidden: arguments that only the trainer sets.
       fields: function that returns the fields of a component, in place of `fields_of`.
       prefixes: components by the prefix of their names, such as 'tfds:'.
@@ -71,7 +71,7 @@ class Registry(dict[str, Any]):
 
     @property
     def named_in_section(self) -> bool:
-        """True if the section with the fields also has `name`; False for data and schedules."""
+        """True if the section with the fields also has the key `name`; False for data and schedules."""
         return self.name_key == f"{self.section}.name"
 
     def is_custom(self, name: object) -> bool:
@@ -107,7 +107,7 @@ class Registry(dict[str, Any]):
         return first | self.fields(name)
 
     def name_of(self, *configs: Mapping[str, Any] | None) -> Any:
-        """Returns the name from the first nested config that has one, or the default name."""
+        """Returns the component's name from the first of `configs` that has it, or the default name."""
         for node in configs:
             value: Any = node
             for part in self.name_key.split("."):
@@ -154,7 +154,7 @@ class Registry(dict[str, Any]):
             return made(**fixed, **given)
 
     def making(self, name: Any) -> contextlib.AbstractContextManager[None]:
-        """Turns an error that custom code raises in the block into a UserError."""
+        """Turns an error in the block into a UserError if the component `name` is custom."""
         if self.is_custom(name):
             return custom.making(name, f"config.{self.name_key}")
         return contextlib.nullcontext()
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def _resolved(kind: Any, made: Component) -> Any:
-    """Returns an annotation as a type; `Any` if it is missing or cannot be resolved."""
+    """Returns an annotation as a type; `Any` if the annotation is missing or cannot be resolved."""
     if isinstance(kind, str):  # under `from __future__ import annotations`
         module = sys.modules.get(getattr(made, "__module__", None) or "")
         try:

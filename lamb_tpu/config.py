@@ -42,8 +42,8 @@ def base_config() -> ConfigDict:
 
     configs/keys.md lists the keys, and `lamb_tpu.spec_keys` declares them. A duration is a string:
     '30 epochs', '1000 steps', '50000 examples' or '5 percent' (of the run). The sections of model,
-    task, optimizer, data options, batch rule and exchange hold the arguments of the component that
-    they name; to use another component, assign a new `ConfigDict`. A custom component is written
+    task, optimizer, data options, batch rule and exchange each hold the arguments of one component;
+    to use another component, assign a new `ConfigDict` to the section. A custom component is written
     'my_package.my_module:Name'. The config is locked: assigning a misspelt key raises an error.
     """
     return unflatten({})
@@ -57,7 +57,7 @@ def recipe_folder() -> pathlib.Path:
 
 
 def recipe_path(name: str) -> str:
-    """Returns the path of a shipped recipe by its name; returns any other path unchanged."""
+    """Returns the path of the shipped recipe called `name`; returns any other name unchanged."""
     shipped = recipe_folder() / f"{name.removesuffix('.py')}.py"
     # A file with this name in the current folder takes precedence over a shipped recipe.
     if os.path.exists(name) or not re.fullmatch(r"\w+(\.py)?", name) or not shipped.exists():
@@ -68,8 +68,8 @@ def recipe_path(name: str) -> str:
 def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:
     """Parses the text after the colon of `configs/x.py:batch=4096,smoke`.
 
-    A key without a value is True. `defaults` has every known key with its default, and values get
-    the default's type. Raises a `UserError` for an unknown key or a value of another type.
+    A key without a value is True. `defaults` has every known key with its default; each value gets
+    the type of its key's default. Raises a `UserError` for an unknown key or a value of another type.
     """
     values = dict(defaults)
     for item in (argument or "").split(","):
@@ -83,7 +83,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> ConfigDict:
 
 
 def check_argument(key: str, value: Any, known: Collection[Any]) -> None:
-    """Rejects a value of a config's argument that is not one of the known values."""
+    """Rejects a value of the key `key` in a config's argument if the value is not in `known`."""
     if value not in known:
         raise unknown(f"the config's argument {key}", value, known)
 
@@ -105,7 +105,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
 
 
 def unflatten(flat: Mapping[str, Any]) -> ConfigDict:
-    """Inverts `flatten`: returns a locked config; missing keys get their defaults."""
+    """Inverts `flatten` and returns a locked config; missing keys get their defaults."""
     config = ConfigDict(spec.nested(flat))
     for key in spec_keys.keys():
         if key.default is None:

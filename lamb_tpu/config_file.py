@@ -31,7 +31,7 @@ def failure(path: str, error: BaseException) -> UserError:
 def _of_key(path: str, error: BaseException) -> UserError | None:
     """Returns the error for a key that a ConfigDict rejected; None for other exceptions.
 
-    ConfigDict's message does not name the section, so read the section from the method's frame.
+    ConfigDict's message does not name the section, so the section is read from the method's stack frame.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = frames[-1].f_locals if frames else {}

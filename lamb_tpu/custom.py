@@ -79,7 +79,7 @@ def find(name: str, key: str) -> Callable[..., Any]:
 
 
 def imported(module: str, key: str, value: object) -> types.ModuleType:
-    """Imports a module for a config; `key` and `value` name it in messages."""
+    """Imports a module that the config key `key` names in its value; errors show `key` and `value`."""
     _imported.add(module.partition(".")[0])
     try:
         return importlib.import_module(module)
@@ -104,7 +104,7 @@ def _title(component: Any) -> str:
 
 @contextlib.contextmanager
 def making(name: str, key: str) -> Iterator[None]:
-    """Turns an error that the custom component of a key raises in the block into a UserError."""
+    """Turns an error that the custom component `name` raises in the block into a UserError about `key`."""
     try:
         yield
     except _PASSED:

@@ -1,8 +1,8 @@
 """Runs a batch-scaling study on handwritten digits, in under 3 minutes on 2 CPU cores.
 
-It trains one network at batch 32 to 1,437 with momentum, AdamW and LAMB, prints a table, and writes
-the runs, a report and an HTML site to --output. The digits come with the package. If the demo
-is started again, it resumes. It runs on the CPU unless JAX_PLATFORMS is set, because a batch of
+It trains one network at batch sizes from 32 to 1,437 with momentum, AdamW and LAMB, prints a table,
+and writes the runs, a report and an HTML site to --output. The digits come with the package. If the
+demo is started again, it resumes. It runs on the CPU unless JAX_PLATFORMS is set, because a batch of
 1,437 cannot be split evenly over 2, 4 or 8 accelerators.
 """
 

@@ -27,7 +27,7 @@ leaving: list[int] = []
 
 @atexit.register  # registered before the handlers of JAX, so that it is called after them
 def _leave() -> None:
-    """Ends the process without destructors, which crash while XLA compiles or computes."""
+    """Ends the process without calling destructors, which would crash while XLA compiles or computes."""
     if leaving:
         logging.shutdown()
         os._exit(leaving[0])
@@ -36,9 +36,9 @@ def _leave() -> None:
 def run(program: Callable[[], None]) -> None:
     """Runs a program; if it fails or is stopped, prints a message and exits.
 
-    SIGTERM and Ctrl-C raise `Preempted` and KeyboardInterrupt in the main thread. If no exception
-    can be raised, the signals end the process. The exit status is 2 for a `UserError`, 130 after Ctrl-C, 75
-    after SIGTERM, `signals.LOST_PEER` if another process is gone, and 1 for a bug.
+    SIGTERM and Ctrl-C raise `Preempted` and KeyboardInterrupt in the main thread. Where Python cannot
+    raise an exception, the signal ends the process. The exit status is 2 for an error that the user can
+    correct, 130 after Ctrl-C, 75 after SIGTERM, `signals.LOST_PEER` if a process is lost, 1 for a bug.
     """
     signals.ending.clear()
     signals.received.clear()
@@ -139,7 +139,7 @@ def _is_of_lost_peer(error: Exception) -> bool:
 
 
 def end_preempted(number: int, frame: FrameType | None) -> None:
-    """Handles SIGTERM; see `_raise`."""
+    """Handles SIGTERM: raises `Preempted`; see `_raise`."""
     del frame
     _raise(number, Preempted(_PREEMPTED))
 
@@ -150,7 +150,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _raise(number: int, exception: BaseException) -> None:
-    """Raises the exception of a signal, and lets a second signal end the process."""
+    """Raises `exception` for the signal `number`, and lets a second such signal end the process."""
     if signals.ending.is_set():
         return  # already ending, perhaps because another process received a signal
     signals.ending.set()
@@ -173,7 +173,7 @@ def _end_where_unraisable(
 
 
 def _end_for_main_thread(number: int) -> None:
-    """Ends the process after a signal that cannot raise an exception in the main thread."""
+    """Ends the process after a signal for which no exception can be raised in the main thread."""
     _print(_PREEMPTED if number == signal.SIGTERM else _INTERRUPTED)
     with contextlib.suppress(SystemExit):
         _end(signals.STATUS[signal.Signals(number)], together=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def variables(**values: str) -> Iterator[None]:
-    """Sets environment variables for the block, and then restores them."""
+    """Sets environment variables for the block, and then restores their previous values."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -25,8 +25,8 @@ def printable(text: str) -> str:
     """Makes a text safe to print on one line.
 
     File names, records and tables may come from other people, and a control character in them could
-    change the terminal or forge a line of output. Escapes such characters as `repr` does, and
-    cuts the middle out of a long text.
+    change the terminal or forge a line of output. Replaces each such character with the escape that
+    `repr` shows, and cuts the middle out of a long text.
     """
     if len(text) > _MOST:
         left_out = len(text) - _MOST
@@ -114,13 +114,13 @@ class UserError(Exception):
         return printable(f"{text}; {self.remedy}" if self.remedy else text)
 
     def at(self, key: str) -> "UserError":
-        """Returns this error with the section or file `key` put before its key."""
+        """Returns a copy of this error whose key begins with `key`, a section or file."""
         is_field = isinstance(self, ArgumentError) and self.key.isidentifier()
         return UserError(f"{key}{'.' if is_field else ': '}{self.key}", *self.args[1:])
 
 
 class ArgumentError(UserError, ValueError):
-    """A wrong argument of a library function; callers can also catch it as a ValueError; see `naming`."""
+    """An error in an argument of a library function; it is also a ValueError. See `naming`."""
 
 
 class Preempted(BaseException):
@@ -131,7 +131,7 @@ class Preempted(BaseException):
 
 
 class Interrupted(Preempted):
-    """Ctrl-C asked the run to end, and the run was saved as after SIGTERM. The exit status is 130."""
+    """Ctrl-C asked the run to end. Differs from `Preempted` only in the exit status, which is 130."""
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def unknown_key(section: str, key: str, known: Iterable[str], owner: str = "") -
     >>> print(unknown_key("config.eval", "evry", ["every", "batch_size"]))
     config.eval.evry is unknown; config.eval has: every, batch_size; did you mean config.eval.every?
 
-    `owner` names the owner of the known keys if it is not the section, such as "optimizer 'lamb'".
+    `owner`, such as "optimizer 'lamb'", replaces the section before 'has:' in the message.
     """
     names = list(known)
     has = f"{owner or section} has: {', '.join(names) or 'no keys'}"
@@ -224,7 +224,7 @@ def listed(names: Iterable[object], word: str = "or") -> str:
 
 
 def hint(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Returns a question about the nearest known word, for the end of a message; '' if none.
+    """Returns a question about the nearest known word, for the end of a message; '' if no word is near.
 
     >>> hint("batchsize", ["batch_size", "seed"], "config.")
     '; did you mean config.batch_size?'

@@ -9,8 +9,8 @@
 
 Prints one JSON object with the metrics of the run's evaluation split, or of --split. Files that a
 task writes, such as predictions.json, go into DIR; if --split differs from the run's split, their
-names begin with SPLIT_. --config must be the run's config with all its overrides. It is needed only to
-change keys that may differ, such as the folder of the data. Without --config, DIR/config.json may
+names begin with SPLIT_. --config must be the run's config with all its overrides; it is needed only
+to change keys that may differ, such as the folder of the data. Without --config, DIR/config.json may
 name only custom code that your own modules define; --trust-workdir allows other names too.
 
 Without --workdir, evaluates the weights of config.init_from: a run, or a file or folder in the
@@ -73,9 +73,9 @@ def evaluate_checkpoint(
     If the run's folder is read-only, a line on stderr says that the files are not written.
 
     Args:
-      config: the config of the run; None reads it from the workdir.
+      config: the config of the run; None: the config in the workdir.
       workdir: folder of the run.
-      step: completed updates of the checkpoint, or 'best' by config.checkpoint.best; None: newest.
+      step: completed updates of the checkpoint; 'best': see config.checkpoint.best; None: the newest.
       split: split to evaluate; None: config.data.eval_split.
       trust_workdir: whether a config from the workdir may name any custom code; see `trust`.
 
@@ -142,7 +142,7 @@ def evaluate_checkpoint(
 
 
 def _keeping(folder: Workdir) -> Callable[[str, str], None]:
-    """Returns a function that writes a file into a folder, which may be read-only."""
+    """Returns a function that writes a file into a folder or, if it cannot, says so on stderr."""
 
     def keep(name: str, text: str) -> None:
         try:
@@ -154,9 +154,9 @@ def _keeping(folder: Workdir) -> Callable[[str, str], None]:
 
 
 def _best(state: TrainState, saved: Mapping[str, Any], decides: Callable[[], Run]) -> int | None:
-    """Returns the update of the best checkpoint, which the newest checkpoint (`state`, `saved`) records.
+    """Returns the best checkpoint's number of updates, which the newest checkpoint records in `saved`.
 
-    If the last evaluation was interrupted, it is first repeated with the run that `decides` returns.
+    If the last evaluation was interrupted, it is first repeated: on `state`, with the run from `decides`.
     """
     position = Position.from_json(saved)
     record = position.observers["best"]
@@ -199,7 +199,7 @@ def evaluate_weights(config: Config | None, split: str | None = None) -> dict[st
 
 
 def _for_evaluation(spec: Spec, split: str) -> Spec:
-    """Returns a config without what only training needs: moments, averages and training data."""
+    """Returns the config without the parts that only training needs: moments, averages, training data."""
     return changed(
         Spec(),
         {

@@ -70,14 +70,14 @@ def export(
     """Writes the folder; returns a sentence that names the weights and the folder.
 
     Args:
-      workdir: folder of a run. If it has phases, the last phase with a checkpoint is exported.
+      workdir: folder of a run. If the run has phases, exports the last phase with a checkpoint.
       output: folder to write; it must be missing or empty.
       step: completed updates of the checkpoint; None for the newest.
       unfinished: whether a run that has not ended may be exported; ignored if `step` is given.
 
     Raises:
       UserError: the checkpoint does not exist; the run has not ended; transformers or timm has no such
-        network, for example a BERT with other heads; or the folder is not empty.
+        network, for example a BERT with other heads; or `output` is not empty.
     """
     weights = open_weights(os.fspath(workdir), "--workdir", step)
     if weights.unfinished and not unfinished:

@@ -26,8 +26,8 @@ UNFIT: Any = object()  # the result of `fit` for a value of another type
 def convert(where: str, text: str, kind: Any, default: Any = inspect.Parameter.empty) -> Any:
     """Converts text from the command line to a value of the type `kind`.
 
-    Ignores types that a config cannot hold, such as a schedule in a union with a float. Messages
-    have the key `where`, and `default` as an example.
+    Ignores types that a config cannot hold, such as the schedule in `float | Schedule`. The error
+    names the key `where` and gives `default` as an example.
 
     >>> convert("config.optimizer.phi_bounds", "(0, inf)", tuple[float, float])
     (0.0, inf)
@@ -56,7 +56,7 @@ def check(where: str, value: Any, kind: Any, default: Any = inspect.Parameter.em
     """Rejects a config value that does not have the type of its key or field; see `convert`.
 
     Checks numbers, text, booleans and tuples of them; the component checks other types. None is
-    valid if it is the default.
+    valid if `default` is None.
     """
     if value is None and default is None:
         return
@@ -104,7 +104,7 @@ class _Names(ast.NodeTransformer):
 
 
 def members(kind: Any) -> list[Any]:
-    """Returns the types of a union, int before float and None last, or the type itself."""
+    """Returns a union's types, with int before float and None last; for any other type, only that type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         alternatives = [each for member in typing.get_args(kind) for each in members(member)]
         # int comes first, so that 3 stays an int for int | float.
@@ -118,7 +118,7 @@ def is_sequence(kind: Any) -> bool:
 
 
 def fit(value: Any, kind: Any) -> Any:
-    """Returns a value converted to a type, or `UNFIT` if it has another type."""
+    """Returns a value converted to a type, or `UNFIT` if the value does not have that type."""
     if kind is Any:
         return value
     # Use type(), not isinstance(): True is an int.
@@ -144,7 +144,7 @@ def fit(value: Any, kind: Any) -> Any:
 
 
 def _describe_items(kind: Any, plural: str = "") -> str:
-    """Describes a sequence type without its article.
+    """Describes a sequence type without the article 'a'.
 
     >>> _describe_items(tuple[tuple[int, int], ...])
     ' tuple of tuples of 2 whole numbers'

@@ -1,4 +1,4 @@
-"""Scales a learning rate and warm-up from a base batch size to other batch sizes by LEGW."""
+"""Uses LEGW to scale a learning rate and warm-up from a base batch size to other batch sizes."""
 
 import argparse
 import math
@@ -36,8 +36,8 @@ _MOST = 10**6  # limit of a learning rate or a number of epochs
 class ScaledBatch(NamedTuple):
     """The LEGW settings of a batch size.
 
-    `updates` is the length of the training in updates, or None if it is unknown. The other numbers
-    of updates may be fractional.
+    `updates` is the length of the training in updates, or None if it is unknown. `warmup_updates`
+    and `updates_per_epoch` may be fractional.
     """
 
     batch: int
@@ -118,7 +118,7 @@ def warnings(scaled: Sequence[ScaledBatch], epochs: float | None) -> list[str]:
 
 
 def curve_figure(scaled: Sequence[ScaledBatch], epochs: float | None = None) -> "Figure":
-    """Plots the learning rate of each batch size against epochs, and its warm-up against updates."""
+    """Plots each batch size's learning rate twice: against epochs, and its first part against updates."""
     from lamb_tpu import style
 
     end = epochs or 1.25 * max(row.warmup_epochs for row in scaled) or 1.0

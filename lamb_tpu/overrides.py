@@ -228,7 +228,7 @@ def _apply(config: ConfigDict, override: Override) -> None:
 
 
 def _find(config: Mapping[str, Any], override: Override) -> tuple[dict[str, Any], Any, Field]:
-    """Returns the effective fields, the name of the component, and the field to change."""
+    """Returns the section's effective fields, the component's name, and the field that an override sets."""
     section, field, phase = override.section, override.field, _phase(config, override.phase)
     registry = REGISTRIES[section]
     # A phase's fields override those at the top level.
@@ -243,7 +243,7 @@ def _find(config: Mapping[str, Any], override: Override) -> tuple[dict[str, Any]
 
 
 def _phase(config: Mapping[str, Any], name: str) -> Any:
-    """Returns the phase with a name; None if the name is ''."""
+    """Returns the phase called `name`; None if `name` is ''."""
     if not name:
         return None
     phases = _section(config, "phases")
@@ -263,7 +263,7 @@ def _section(config: Mapping[str, Any] | None, section: str) -> dict[str, Any]:
 def _check_file_fits(config: ConfigDict, override: Override, given: Collection[str]) -> None:
     """Rejects a component named on the command line if it lacks fields that the file sets.
 
-    Call this after names and presets are applied; `given` has all keys of the command line.
+    Call this after names and presets are applied; `given` has the keys of all overrides.
     """
     phase = _phase(config, override.phase)
     fields = _section(config if phase is None else phase, override.section)

@@ -115,8 +115,8 @@ def layer_figure(history: History, layers: Sequence[str] | None = None, title: s
     """Plots trust ratios and relative step lengths of layers: lines above, heat maps below.
 
     The relative step length is the norm of the update divided by the norm of the weights; under LAMB
-    without bounds it equals the learning rate in every adaptive layer. Lines go from dark for the
-    first layer to bright for the last. Grey in a heat map means that there is no value.
+    without bounds, this length equals the learning rate in every adaptive layer. If there are more layers
+    than `style.MOST`, lines go from dark (first layer) to bright (last layer). Grey: no value.
 
     Args:
       history: pairs (completed updates, `optim.diagnostics.scalars(opt_state)`), in time order.

@@ -49,7 +49,7 @@ def predict(folder: str, text: str, top: int = 5) -> list[list[Word]]:
     """Returns the most probable words of each gap, best first.
 
     Args:
-      folder: a workdir, or a folder in Hugging Face's layout; see the module.
+      folder: a workdir, or a folder in Hugging Face's layout; see the module's docstring.
       text: text with `[MASK]` at each gap.
       top: number of words for each gap.
 

@@ -23,8 +23,8 @@ Config: TypeAlias = Spec | ConfigDict | Mapping[str, Any]
 def parse(config: Config) -> Spec:
     """Returns the typed and frozen form of a config; returns a `Spec` unchanged.
 
-    Does not check the fields of model, task, optimizer, data set, batch rule and exchange; building
-    the components does.
+    Does not check the fields of model, task, optimizer, data set, batch rule and exchange; these are
+    checked when the components are built.
 
     Raises:
       UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
@@ -126,7 +126,7 @@ def _overlay(base: dict[str, Any], overlay: Mapping[str, Any], path: str) -> Non
 
 
 def changed(spec: Spec, changes: Mapping[str, Any]) -> Spec:
-    """Returns a config in which the values or sections of the dotted keys in `changes` are replaced.
+    """Returns a config with the values or sections that `changes` gives for dotted keys.
 
     >>> changed(Spec(), {"checkpoint.keep": 5, "model": {"name": "lenet"}}).checkpoint.keep
     5

@@ -1,4 +1,4 @@
-"""Checks of a config for `spec.parse`: its keys, their types, and the range of values."""
+"""The checks of `spec.parse`: the config's keys, and the types and ranges of their values."""
 
 import dataclasses
 import json
@@ -172,7 +172,7 @@ def _check_details(key: spec_keys.Key, value: Any) -> None:
 
 
 def _is_custom(flat: Mapping[str, Any], key: str) -> bool:
-    """Returns whether a key is a field of a custom component, which has other limits."""
+    """Returns whether a key is a field of a custom component; `limits` does not apply to such fields."""
     section = key.rpartition(".")[0]
     keys = {"data.options": "data.name", "schedule.options": "schedule.decay"}
     name = flat.get(keys.get(section, f"{section}.name"))

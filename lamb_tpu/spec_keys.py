@@ -406,7 +406,7 @@ class Key(NamedTuple):
 
 
 def keys(section: type = Spec, prefix: str = "") -> Iterator[Key]:
-    """Yields every key, in the order of the classes."""
+    """Yields every key, in the order in which the classes declare them."""
     for field in dataclasses.fields(section):
         path, kind = f"{prefix}{field.name}", field.type
         if "details" not in field.metadata:

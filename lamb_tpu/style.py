@@ -77,7 +77,7 @@ def line(optimizer: str, variant: int = 0) -> dict[str, Any]:
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """Returns arguments of `Axes.plot` for a line that does not stand for an optimizer, by its index.
+    """Returns arguments of `Axes.plot` for line `number`, which does not stand for an optimizer.
 
     Looks repeat after `MOST` lines; to draw more, use several axes and `chunks`.
     """
@@ -86,11 +86,11 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def looks(optimizers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns arguments of `Axes.plot` for up to `MOST` lines, given the optimizer of each.
+    """Returns arguments of `Axes.plot` for at most `MOST` lines; `optimizers` maps line names to optimizers.
 
-    An optimizer has the same look in every figure. A second line of an optimizer has its colour,
-    with the dashes and marker of an optimizer that is not in the figure. If an optimizer has three
-    lines or no look, all lines are numbered instead; see `numbered`.
+    An optimizer has the same look in every figure. A second line of an optimizer has the same
+    colour, but the dashes and marker of an optimizer that is not in the figure. If an optimizer has
+    more than two lines or no look, all lines are numbered instead; see `numbered`.
     """
     lines = list(optimizers.values())
     if any(name not in OPTIMIZERS or lines.count(name) > 2 for name in lines):
@@ -115,7 +115,7 @@ def _arguments(color: str, look: Look, is_hollow: bool) -> dict[str, Any]:
 def sparse(look: Mapping[str, Any], points: int, number: int = 0) -> dict[str, Any]:
     """Returns a look with a few markers, for a line of many points.
 
-    The line's `number` shifts the markers, which would otherwise hide each other.
+    `number` is the line's index: it shifts the markers, so that those of several lines do not overlap.
     """
     every = max(1, points // _MARKS)
     return {**look, "markevery": (number * every // MOST % every, every), "markersize": 4}
@@ -129,7 +129,7 @@ def chunks(items: Sequence[T]) -> list[list[T]]:
 
 
 def figure(width: float, height: float) -> Figure:
-    """Returns an empty figure, `width` x `height` inches, whose layout avoids overlaps."""
+    """Returns an empty figure of `width` x `height` inches, with a layout that avoids overlaps."""
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
@@ -174,10 +174,10 @@ def figure_path(text: str, flag: str, suffix: str = ".png") -> pathlib.Path:
 def legend_below(
     figure: Figure | SubFigure, of: Sequence[Axes] | None = None, title: str | None = None
 ) -> None:
-    """Adds a legend below a figure or panel, in up to 6 columns, for the axes `of`, or for all axes.
+    """Adds a legend of at most 6 columns below a figure or panel, for the axes in `of` (None: all axes).
 
     A legend of very many lines would leave no space for the axes. With more than `_NAMES` lines,
-    it names the first lines and counts the rest.
+    the legend names the first lines and counts the others.
     """
     lines_by_label: dict[str, Any] = {}
     for axes in figure.axes if of is None else of:  # type: ignore[union-attr]
@@ -263,7 +263,7 @@ def heights(line: Line2D) -> list[float]:
 
 
 def cut_above(axes: Axes, most: float) -> None:
-    """Limits the y axis to `most` and states the largest value beyond it; call after drawing.
+    """Limits the y axis to `most`, and states the largest value if it exceeds `most`; call after drawing.
 
     Otherwise a diverged run would flatten the other lines.
     """

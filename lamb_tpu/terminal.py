@@ -126,7 +126,7 @@ def dashed(text: str) -> str:
 
 
 class CollectedParser(BaseException):
-    """Raised in place of parsing while `collecting`; `parser` is None for absl flags.
+    """Raised in place of parsing while `collecting` is true; `parser` is None for absl flags.
 
     It is not an Exception, so that handlers of failures do not catch it.
     """
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(flag, help=text, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses like argparse, but accepts options with - or _."""
+        """Parses like argparse, but accepts options spelled with - or _."""
         arguments = sys.argv[1:] if args is None else list(args)
         known = [option.lstrip("-") for option in self._option_string_actions]
         return super().parse_known_args(respell(arguments, known), namespace)
@@ -244,10 +244,10 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def lose_stdout(error: Exception | None = None) -> str | None:
-    """Returns why standard output cannot be written, or None; on failure, discards its buffer.
+    """Returns why standard output cannot be written to, or None; on failure, discards its buffer.
 
-    Otherwise the buffer would fail again at exit, where no message can be printed. `error` is the
-    exception that ended the program; if a failed write may have raised it, this writes a newline to
+    Otherwise writing the buffer would fail again at exit, where no message can be printed. `error` is the
+    exception that ended the program; if it may come from a failed write, a newline is written to
     find out.
     """
     try:
@@ -278,7 +278,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE  # exit status of a program that SIGPIPE ende
 def open_missing() -> None:
     """Opens standard streams that the shell has closed, as with `>&-`, and discards their output.
 
-    Otherwise the next file that the program opens, such as a checkpoint, would get the descriptor.
+    Otherwise the next file that the program opens, such as a checkpoint, would get a closed stream's number.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -295,9 +295,9 @@ def check_current_folder() -> None:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and exits with the status that it returns, or 2 if its output cannot be written.
+    """Runs `main` and exits with the status that `main` returns, or 2 if its output cannot be written.
 
-    If a reader such as `head` has closed the pipe, exits without a message, as after SIGPIPE.
+    If a reader such as `head` has closed the pipe, exits without a message, with the status `CLOSED_PIPE`.
     """
     open_missing()
     protect()
@@ -326,7 +326,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 class _Lasting:
-    """A standard stream whose failure is reported once, on stderr, and does not end the program."""
+    """A standard stream whose failure does not end the program; reports a failure of stdout on stderr."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -360,9 +360,9 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Lets the block continue if its terminal or the reader of its output is gone.
+    """Lets the block continue if the terminal, or the reader of standard output, is gone.
 
-    A run's records and checkpoints are in files, so it does not need its output.
+    A run's records and checkpoints are in files, so the run does not need standard output.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (  # type: ignore[assignment]

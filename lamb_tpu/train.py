@@ -63,8 +63,8 @@ def train(
     With `config.seeds`, trains several runs side by side in subfolders of `workdir`.
 
     The run ends after its duration or, with `config.target`, at the first evaluation that reaches
-    the target. On SIGTERM and Ctrl-C it saves a checkpoint of the last completed update. Before the
-    first update it saves nothing, because the seed reproduces that state.
+    the target. On SIGTERM and Ctrl-C, the run saves a checkpoint of the last completed update. Before
+    the first update, the run saves nothing, because the seed reproduces the initial state.
 
     Args:
       config: a recipe, see `lamb_tpu.config.base_config`.
@@ -170,9 +170,9 @@ def train_together(
 ) -> list[dict[str, float] | Diverged]:
     """Runs or resumes several recipes that differ only in their seeds, side by side.
 
-    One program makes all their updates. Each run writes the same files as a separate run and may be
-    resumed separately. If all runs are started together again, they reproduce the same bits. `train`
-    describes the arguments and errors; `profile` applies to the first run.
+    One program makes the updates of all runs. Each run writes the same files as if trained alone, and
+    may be resumed alone. If all runs are resumed together, their results stay the same, bit for bit.
+    `train` describes the arguments and errors; `profile` applies to the first of `configs`.
 
     Returns:
       For each run, the metrics of its last evaluation, or the error if the run diverged.

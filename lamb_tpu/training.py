@@ -135,9 +135,9 @@ class Training:
     """A run in progress, with its components and the state after `step` completed updates.
 
     Attributes:
-      current: the recipe with the batches decided so far.
+      current: the recipe, with the batch sizes that have been decided so far.
       is_over: whether the run was already complete when it was started.
-      eval_due, save_due: whether an evaluation or a save of the state is due; the evaluation comes first.
+      eval_due, save_due: whether an evaluation or a save is due; the evaluation precedes the save.
     """
 
     run: Run
@@ -158,7 +158,7 @@ class Training:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def watched(self, records: MetricsWriter) -> Generator[together.Call, Any, None]:
-        """Trains to the end of the run, or until the process must end, with the observers."""
+        """Trains with the observers until the run is complete or the process must end."""
         self.clock.start()
         start = Start(
             step=self.step,

@@ -1,9 +1,9 @@
 """Protection against stored configs that name foreign code.
 
-A config stored in a folder may come from someone else, and 'subprocess:getoutput' with `model.cmd`
-would run a program. Therefore the names in a stored config must refer to classes and functions of
-the user's modules: those outside the standard library, the installed packages, this package and
-the folder itself.
+A config stored in a folder may come from someone else, and the model 'subprocess:getoutput' with the
+field `cmd` would run a program. Therefore the names in a stored config must refer to classes and
+functions of the user's modules: modules outside the standard library, the installed packages, this
+package and the config's folder.
 """
 
 import functools
@@ -56,7 +56,7 @@ def _names(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _rejected(name: str, key: str, folder: pathlib.Path) -> str | None:
-    """Returns why a name is rejected; None if it is allowed or cannot be imported."""
+    """Returns why a name is rejected; None if the name is allowed or cannot be imported."""
     module = name.partition(":")[0]
     reason = _of_module(module, key, name, folder)
     # If the module cannot be imported, the value is other text, or `custom.find` reports the error.

@@ -1,7 +1,7 @@
-"""Runs command lines in forks of one process that has imported their packages.
+"""Runs commands in forks of one process that has already imported the packages of the commands.
 
 Starting Python and JAX takes almost two seconds of CPU time per command. `run` sends a command to a
-server, a child of the test process that forks for each command. `python -m tests.commands FILE`
+server: a child of the test process, which forks for each command. `python -m tests.commands FILE`
 reads a list of [module, argument, ...] from FILE, runs each item as `python -m module argument ...`
 and replaces the list with a list of {status, stdout, stderr, seconds, processor_seconds}.
 """
@@ -31,7 +31,7 @@ spent = 0.0
 
 
 def early(environment: dict[str, str]) -> dict[str, str]:
-    """Returns the variables that must be set before a process starts, except the number of devices."""
+    """Returns the variables, except the number of devices, that must be set before a process starts."""
     return {
         name: value
         for name, value in environment.items()
@@ -69,7 +69,7 @@ def run(line: list[str], environment: dict[str, str], seconds: float) -> dict[st
     """Runs [module, argument, ...] in the root folder; returns None if the command needs a new process.
 
     A new process is needed if an environment variable that Python, JAX or XLA reads when it starts
-    differs from that of the server.
+    differs from the server's value.
     """
     global spent
     server = _server()
@@ -81,7 +81,7 @@ def run(line: list[str], environment: dict[str, str], seconds: float) -> dict[st
 
 
 def _forked(line: list[str], seconds: float) -> dict[str, Any] | None:
-    """Forks; the parent waits for the child and returns its outcome, and the child returns None."""
+    """Forks; the parent waits for the child and returns the child's outcome, and the child returns None."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.monotonic()
         child = os.fork()
@@ -108,7 +108,7 @@ def _forked(line: list[str], seconds: float) -> dict[str, Any] | None:
 
 
 def _run_file(path: pathlib.Path) -> list[str] | None:
-    """Forks for each command in a file; a child returns its command, and this process returns None."""
+    """Forks for each command in a file; a child returns its command, and the parent returns None."""
     actual = []
     for line in json.loads(path.read_text()):
         outcome = _forked(line, SECONDS)

@@ -46,7 +46,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets options for fast compilation, unless only long tests run, which mostly compute."""
+    """Sets options for fast compilation, unless only long tests run, which compute more than they compile."""
     if config.option.markexpr != "long":
         os.environ["XLA_FLAGS"] = compiling.flags()
 
@@ -83,7 +83,7 @@ def _forgets_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """The workdir of a complete run of `tiny.digits()`; a test that changes files uses `copy`."""
+    """The workdir of a complete run of `tiny.digits()`; a test that changes files must use `copy`."""
     from lamb_tpu.train import train
     from tests import tiny
 

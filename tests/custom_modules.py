@@ -1,4 +1,4 @@
-"""Faulty modules of a user, and a config with four correct custom components."""
+"""Faulty user modules for tests, and a config with four correct custom components."""
 
 import pathlib
 import textwrap

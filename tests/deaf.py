@@ -1,6 +1,7 @@
-"""Process 0 compiles, process 1 waits: `python -m lamb_tpu.launch local --module=tests.deaf -- --folder=X`.
+"""A program in which process 0 cannot handle signals, as during compilation, and process 1 waits.
 
-A long library call stands in for the compiler: Python calls no signal handlers during the call.
+Run it with `python -m lamb_tpu.launch local --module=tests.deaf -- --folder=X`. A long library call
+stands in for the compiler: Python calls no signal handlers during the call.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Small disks that can be filled or made read-only, and runs started as a user starts them."""
+"""Small disks that can be filled or made read-only, and runs that are started from the command line."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ ARGUMENTS = [
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of a command.
+    """The outcome of a command.
 
     Attributes:
       status: exit status.
@@ -109,7 +109,7 @@ def run(workdir: pathlib.Path, *more: str, **options: object) -> End:
 
 
 def checkpoints(workdir: pathlib.Path) -> set[int]:
-    """Returns the updates of the finished checkpoints; asserts that none of them is damaged."""
+    """Returns the update numbers of the finished checkpoints; asserts that no checkpoint is damaged."""
     actual = {path for path in workdir.glob("checkpoints/*") if path.name.isdecimal()}
     for path in actual:
         assert checksums.find_damage(path) is None, path
@@ -132,7 +132,7 @@ class Disk:
     path: pathlib.Path
 
     def remount(self, options: str) -> None:
-        """Changes the mount options, for example to 'size=100m' or 'ro', while processes have open files."""
+        """Changes the mount options, for example to 'size=100m' or 'ro'; works while files are open."""
         subprocess.run(
             ["mount", "-o", f"remount,{options}", str(self.path)], check=True, capture_output=True
         )

@@ -1,6 +1,6 @@
-"""Ends runs of two processes with signals at random moments, and examines the remaining files.
+"""Ends runs of two processes with signals at random moments, and examines the files that remain.
 
-lamb_tpu.launch starts the run, as for a user, and the signals go to one or all of its processes.
+As for a user, lamb_tpu.launch starts the run. The signals go to one or all of the run's processes.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ ARGUMENTS = [
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """SIGTERM or SIGKILL, sent to process 0, process 1 or 'all', `delay` seconds after the start.
+    """SIGTERM or SIGKILL, sent to process 0, process 1 or 'all' processes, `delay` seconds after the start.
 
     With 'all', SIGTERM goes to the launcher, as from a scheduler, and SIGKILL to each process.
     """
@@ -45,16 +45,16 @@ class Kill:
 
 @dataclasses.dataclass
 class Start:
-    """One start of the run and its end.
+    """One execution of the run's command, and its outcome.
 
     Attributes:
       status: exit status of the launcher.
       printed: output of the launcher and process 0.
       moment: activity of the run when the signal came; '' if the run had already ended.
       finished: updates of the checkpoints that were finished when the signal came.
-      last: update of the last record when the signal came; 0 if this start had not yet set up its run.
-      resumed_from: update from which this start resumed, as text; '0' if it began from scratch; '-'
-        if it ended before that.
+      last: update of the last record when the signal came; 0 if the run was not yet set up.
+      resumed_from: update from which the run resumed, as text; '0' if the run began from scratch; '-'
+        if the run ended before it resumed or began.
       seconds: time from the start of both processes to their end.
     """
 

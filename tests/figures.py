@@ -1,4 +1,4 @@
-"""Properties of every figure: lines are named and distinguishable, and nothing overlaps."""
+"""Checks of figures: lines are named and distinguishable, and nothing overlaps."""
 
 import itertools
 import re
@@ -61,9 +61,10 @@ def check(figure: Figure) -> None:
 
 
 def check_space(figure: Figure, readable: bool = True) -> None:
-    """Fails if a legend overlaps axes, a text is too small, or a dark page has a white patch.
+    """Fails if a legend overlaps axes, a text is too small, or the figure has a white area.
 
-    With `readable=False`, texts may have any size, for figures that no phone shows.
+    A white area would be a spot on a dark page. With `readable=False`, texts may have any size, for
+    figures that no phone shows.
     """
     figure.draw_without_rendering()
     for legend, axes in itertools.product(legends(figure), figure.axes):

@@ -1,8 +1,8 @@
 """A small fake of Google Cloud Storage for tests: the JSON API over HTTP, with objects in memory.
 
-Objects are written atomically and cannot be appended to or renamed. Every write creates a new
-generation, which a request may require (`ifGenerationMatch`). gcsfs, google-cloud-storage and
-TensorStore use this server as they use Google's.
+Objects are written atomically and cannot be appended to or renamed. Every write gives the object a new
+generation, and a request may require a given generation (`ifGenerationMatch`). gcsfs,
+google-cloud-storage and TensorStore use this server as they use Google's.
 """
 
 import base64
@@ -33,7 +33,7 @@ class Blob:
 
 
 class Rejected(Exception):
-    """A response with a status other than 200, and its reason."""
+    """An error response: its status and reason."""
 
 
 class Store:
@@ -41,7 +41,7 @@ class Store:
 
     Attributes:
       blobs: the objects.
-      history: pairs of the name and bytes of each write, in order; the bytes of a removal are None.
+      history: the name and bytes of each write, in order; a removal has None in place of bytes.
       reject: called with the method and object name of each request; returns the status with which
         to reject the request, or 0.
     """
@@ -133,7 +133,7 @@ class Store:
         self.reject = lambda method, name: 0
 
     def replay(self, history: Sequence[tuple[str, bytes | None]]) -> None:
-        """Clears the store and replays a part of a history, as a killed process would have left it."""
+        """Clears the store and repeats the writes of `history`, such as those before a process was killed."""
         self.clear()
         for name, data in history:
             if data is None:

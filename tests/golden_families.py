@@ -37,8 +37,8 @@ def trajectory(
       dtype: 'float32' or 'float64'.
 
     Returns:
-      Two dictionaries from names to arrays (updates + 1, *shape). They differ if the optimizer
-      evaluates the network with other parameters than it trains, such as averages.
+      Two dictionaries from names to arrays (updates + 1, *shape). They differ if the network is
+      evaluated with other parameters than the trained ones, such as averages.
     """
     with jax.enable_x64(dtype == "float64"):
         params = initial(inputs, dtype)
@@ -75,12 +75,12 @@ def _of(
     transform: Callable[[dict[str, Any], Any], optax.GradientTransformation | None],
     reason: Callable[[Entry], str],
 ) -> Repeat:
-    """Returns the function that repeats a family of optimizers.
+    """Returns the function that recomputes the entries of a family of optimizers.
 
     Args:
       transform: function from an entry and the parameters to the optimizer; None for an entry that is
         not repeated.
-      reason: why an entry is not repeated.
+      reason: function from an entry to the reason why it is not repeated.
     """
 
     def repeat(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ def _of(
 
 
 def _schedules(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats an entry that records learning rates, in float64 like most of the sources."""
+    """Repeats an entry that records learning rates, in float64, which most of the sources use."""
     with jax.enable_x64(True):
         return {
             curve.name: np.asarray(jax.jit(jax.vmap(curve.schedule))(jnp.asarray(curve.steps)))
@@ -186,7 +186,7 @@ def _check_shapes(name: str, hyper: Mapping[str, Any], recorded: Arrays) -> None
 
 
 def _legw_lstm(entry: Entry, recorded: Arrays, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Repeats an entry of a recurrent network with the function for its implementation."""
+    """Repeats an entry of a recurrent network with the function for the entry's implementation."""
     name = entry["implementation"]
     if name not in _LSTM:
         raise ValueError(f"implementation={name!r} is unknown; use one of {', '.join(_LSTM)}")

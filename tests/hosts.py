@@ -1,4 +1,4 @@
-"""Runs with differently started processes: `python -m tests.hosts FILE`.
+"""Starts runs whose processes may differ, for example in PYTHONPATH: `python -m tests.hosts FILE`.
 
 FILE contains a list of runs. A run is a list of {argv, env, cwd, fresh}, one for each process. With
 `fresh`, the process is a new interpreter, which may have another PYTHONPATH; without it, the process
@@ -19,7 +19,7 @@ SECONDS = 300.0  # limit for a run, after which its processes are killed
 
 
 def start(process: dict[str, Any], index: int, count: int, port: int) -> bool:
-    """Turns this fork into a process of a run; returns True, as the caller must run its program."""
+    """Turns this fork into a process of a run; returns True, because the caller must run the program."""
     os.environ |= {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(count),

@@ -41,7 +41,7 @@ def evaluate() -> None:
 
 
 def desync() -> None:
-    """Checks equal parameters, then parameters that differ on one device, and then in one process."""
+    """Checks parameters three times: all equal, different on one device, and different in one process."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -105,7 +105,7 @@ def interrupt() -> None:
 
 
 def fail() -> None:
-    """Like `preempt`, but in one run, and process 1 fails; process 0 reports the failure."""
+    """Polls as in `preempt`, but in a single run, until process 1 fails; process 0 reports the failure."""
     preempt(lambda preemption: preemption.fail(UserError("its disk is full")), 10_000)
 
 
@@ -114,7 +114,7 @@ def _signal(number: int) -> None:
 
 
 def saves() -> None:
-    """Saves 60 times; counts file descriptors and threads after the 10th save and after the last."""
+    """Saves 60 times; counts file descriptors and threads after the 10th and the 60th save."""
     import threading
 
     import jax

@@ -1,4 +1,4 @@
-"""Runs the modules and commands on the packages' pages about custom components, in another folder."""
+"""Runs the modules and commands from the packages' pages about custom components, in a given folder."""
 
 import json
 import os

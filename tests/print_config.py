@@ -1,6 +1,6 @@
 """Checks and prints the config of a command line, for tests of pages.
 
-Imports only what --config needs, so that many command lines can be checked.
+Imports only what --config needs, so that it is fast enough to check many command lines.
 """
 
 from lamb_tpu import cli

@@ -1,4 +1,4 @@
-"""`rejected`: expects a `UserError` with given fields."""
+"""The context manager `rejected`, which expects a `UserError` with given fields."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def rejected(
     """Expects a UserError in the block.
 
     Args:
-      key: the exact key; after a '*', only its end.
+      key: the exact key, or '*' followed by the end of the key.
       value: the exact value; if it is left out, any value or no value is accepted.
       problem: text that the problem contains.
       remedy: text that the remedy contains.

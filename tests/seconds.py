@@ -1,9 +1,9 @@
 """Pytest hooks for the rule that a test takes under 5 s or is marked long.
 
 A test's time is the CPU time of its process and of the child processes that it waited for, without
-fixtures. Other work on the machine also increases this time, so it is divided by how many times slower a
-fixed computation runs just after the test than on the reference machine. A test over 5 s is
-reported. A test over 30 s fails; the limit is so high because times on a small machine vary.
+fixtures. Other work on the machine also increases this time, so it is divided by `slowdown()`, which
+times a fixed computation just after the test. A test over 5 s is reported. A test over 30 s fails;
+the limit is so high because times on a small machine vary.
 """
 
 import json
@@ -37,7 +37,7 @@ def slowdown() -> float:
 
 
 def _computation() -> None:
-    """Builds and reads trees of Python objects, like tracing."""
+    """Builds and reads trees of Python objects, as JAX does when it traces a function."""
     text = json.dumps([{str(number): [number] * 8 for number in range(100)} for _ in range(80)])
     for _ in range(20):
         json.loads(text)
@@ -62,7 +62,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Lists the passed tests over the limit, including those of worker processes."""
+    """Lists the passed tests over the time limit, including tests in worker processes."""
     slow = [
         (seconds, report.nodeid)
         for report in terminalreporter.getreports("passed")

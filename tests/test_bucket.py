@@ -1,4 +1,4 @@
-"""Runs in a bucket equal runs on a disk, even if they are killed, and every command reads them."""
+"""Tests that runs in a bucket equal runs on a disk, even if killed, and that other commands read them."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def check(bucket: gcs.Store, trained: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def history(_bucket_server: gcs.Store) -> History:
-    """Returns the writes of a run that uploads each record at once, except the writes of its lock."""
+    """Returns the writes of a run that uploads each record at once, except the writes of the lock."""
     _bucket_server.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(uploads, "_SECONDS", 0)

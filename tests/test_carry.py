@@ -1,4 +1,4 @@
-"""Runs with a recurrent state per row of a batch: on any devices, in microbatches, resumed, evaluated."""
+"""Tests runs with a recurrent state for each row of a batch: devices, microbatches, resuming, evaluation."""
 
 import functools
 import pathlib
@@ -81,7 +81,7 @@ def test_any_devices_equal_one_device(
 
 @pytest.mark.long
 def test_a_row_reads_its_stream_from_the_start_in_every_epoch(folder: pathlib.Path) -> None:
-    """With a learning rate of 0, the carry equals that of the entire stream read at once."""
+    """With a learning rate of 0, the carry equals the carry after reading the entire stream at once."""
     config = tiny.words(
         folder, optimizer__learning_rate=0.0, model__dropout_rate=0.0, accumulation_steps=2
     )
@@ -133,7 +133,7 @@ def test_resumed(
     devices: int,
     changes: dict[str, Any],
 ) -> None:
-    """A resumed run equals the full run: bit for bit on the same devices, up to rounding on others."""
+    """A resumed run equals the full run: bit for bit on the same devices, up to rounding on other devices."""
     config, every = tiny.words(folder, **changes), jax.devices()
 
     def run_on(count: int, workdir: pathlib.Path) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: errors in one sentence, overrides, help."""
+"""Tests the command line: errors in one sentence, overrides, signals and help."""
 
 import contextlib
 import json
@@ -87,7 +87,7 @@ def test_error_on_the_command_line(
 
 
 def test_a_section_that_phases_set_in_part_can_be_replaced() -> None:
-    """A recipe's optimizer can be replaced, because each phase sets only the rate."""
+    """A flag can replace a recipe's optimizer, because each phase sets only the optimizer's learning rate."""
     config = tiny.recipe_file(tiny.ROOT / "configs" / "bert_pretrain.py").get_config("smoke")
     cli._check_phases(["--config.optimizer={'name': 'muon'}"], config)
     key, remedy = (
@@ -156,7 +156,7 @@ def test_preempted_before_there_is_anything_to_save(tmp_path: pathlib.Path) -> N
 
 @pytest.mark.long
 def test_what_a_config_file_leaves_out_is_set_on_the_command_line(tmp_path: pathlib.Path) -> None:
-    """Flags set keys that the file leaves out, in training and evaluation; a default changes nothing."""
+    """Flags set keys that a config file leaves out; a flag that repeats a default has no effect."""
     common = [
         "--config=digits:smoke,batch=512",
         f"--workdir={tmp_path}",
@@ -203,7 +203,7 @@ def test_config_is_shown_instead_of_run(module: str) -> None:
 
 
 def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Prints a checkpoint's metrics as JSON, and rejects a missing checkpoint and a missing run."""
+    """The command prints a checkpoint's metrics as JSON, and rejects missing checkpoints and runs."""
     arguments = [tiny.recipe(tmp_path), f"--workdir={copy}"]
     done = tiny.succeed("lamb_tpu.evaluate", f"--workdir={copy}", "--step=8")
     metrics = json.loads(done.stdout)
@@ -218,7 +218,7 @@ def test_evaluate(copy: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
 
 def test_sigterm_where_an_exception_is_lost() -> None:
-    """Python only prints an exception raised in a callback of the garbage collector, such as JAX's."""
+    """Python only prints an exception raised in a garbage-collector callback; JAX has such a callback."""
     done = tiny.python(
         "import gc, os, signal\n"
         "from lamb_tpu import ending, cli\n"
@@ -263,7 +263,7 @@ def test_libtpu_says_nothing_where_there_is_no_tpu() -> None:
 
 @contextlib.contextmanager
 def started(code: str) -> Iterator[subprocess.Popen]:
-    """Runs code that prints 'up' in a process, which the block must end."""
+    """Runs code, which must print 'up', in a new process; the block must end the process."""
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tiny.ROOT,

@@ -1,4 +1,4 @@
-"""The command `lamb_tpu`, and the time that every command takes for --help."""
+"""Tests the command `lamb_tpu`, and the time that every command takes for --help."""
 
 import os
 import pathlib
@@ -105,7 +105,7 @@ def test_both_forms_of_every_command() -> None:
 
 @pytest.mark.parametrize("name", command.MODULES)
 def test_help_comes_at_once(name: str) -> None:
-    """Help takes less than 1.5 s of CPU time, which does not depend on the load of the machine.
+    """Help takes less than 1.5 s of CPU time, a measure that does not depend on the machine's load.
 
     `models` may take 4 s, because its package imports JAX and Flax.
     """

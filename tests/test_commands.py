@@ -1,4 +1,4 @@
-"""Commands in forks of one process give the same results as in new processes."""
+"""Tests that commands in forks of one process give the same results as in new processes."""
 
 import os
 
@@ -16,7 +16,7 @@ def test_fork_and_fresh_process(line: list[str]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment, with the server's values of the variables that are read at start.
+    """Returns the environment, with the server's values of the variables that are read at start-up.
 
     Another test in this process may have loaded a library that sets some of these variables.
     """
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def test_environment_of_a_command() -> None:
-    """A variable that Python or JAX reads at start-up needs a new process; a fork gets all others."""
+    """A variable that Python or JAX reads at start-up needs a new process; a fork gets other variables."""
     line = ["tests.print_config", "--config=digits:smoke", "--print-config"]
     before = commands.spent
     outcome = commands.run(line, environment() | {"HOME": "/nowhere"}, 60)

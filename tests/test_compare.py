@@ -1,4 +1,4 @@
-"""Comparing runs: differences of their configs, metrics, and curves."""
+"""Tests comparisons of runs: differences between configs, metrics, and curves."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Tests use options for fast compilation; tests marked `optimized` compile with the users' options."""
+"""Tests that tests compile with fast options, and tests marked `optimized` with XLA's defaults."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Completion scripts: bash accepts the script, and completes commands, flags, values and files."""
+"""Tests completion scripts: bash accepts its script and completes commands, flags, values and files."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Registries: names, fields, types, and custom components."""
+"""Tests registries of components: names, fields, types, and custom components."""
 
 import dataclasses
 import pathlib

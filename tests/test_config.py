@@ -1,4 +1,4 @@
-"""Keys, arguments and comparison of configs."""
+"""Tests configs: their keys, the arguments of recipes, and the differences between configs."""
 
 import json
 from typing import Any

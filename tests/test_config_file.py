@@ -1,4 +1,4 @@
-"""Errors in a config file: line, key, value, nearest known key, and how to replace a section."""
+"""Tests that errors in a config file name the line, key, value, nearest known key, and remedy."""
 
 import pathlib
 

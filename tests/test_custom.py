@@ -1,4 +1,4 @@
-"""Custom models, tasks, data sets and optimizers, named 'module:Name'."""
+"""Tests custom models, tasks, data sets and optimizers, named 'module:Name': errors and exits."""
 
 import os
 import pathlib

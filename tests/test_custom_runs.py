@@ -1,4 +1,4 @@
-"""Runs with custom models, tasks, data sets and optimizers."""
+"""Tests runs with custom models, tasks, data sets and optimizers."""
 
 import importlib.util
 import json
@@ -94,7 +94,7 @@ def test_any_number_of_devices_and_microbatches(custom_folder: pathlib.Path) -> 
 
 @pytest.mark.long
 def test_any_parameter_tree(custom_folder: pathlib.Path) -> None:
-    """Trains, resumes and exports parameters in a list of tuples and dicts, and a count in the state."""
+    """Trains, resumes and exports parameters in a list of tuples and dicts, with a count in the state."""
     config = tiny.change(
         all_custom("my_jax:two_layers"),
         {
@@ -141,7 +141,7 @@ def test_plan(custom_folder: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_commands(custom_folder: pathlib.Path) -> None:
-    """Runs every command from the folder of the modules, resumes, and checks errors in modules."""
+    """Runs commands in the folder of the custom modules, resumes a run, and checks errors in the modules."""
     run = ["lamb_tpu.train", "--config=mine.py", "--workdir=run", "--config.model.width=16"]
     lines = [
         run,

@@ -1,4 +1,4 @@
-"""The command `lamb_tpu demo`, which `make demo` runs."""
+"""Tests the command `lamb_tpu demo`, which `make demo` runs."""
 
 import pathlib
 import re

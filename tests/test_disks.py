@@ -1,4 +1,4 @@
-"""Failures of a run's disk: each ends the run with a message, and saved files remain.
+"""Tests that each failure of a run's disk ends the run with a message, and that saved files remain.
 
 `make test-storage` runs these tests and prints a table.
 """
@@ -203,7 +203,7 @@ def test_deleted_in_mid_run(tmp_path: pathlib.Path, name: str, processes: int) -
 
 
 def test_deleted_just_before_the_end(tmp_path: pathlib.Path) -> None:
-    """A run with only one checkpoint and one record, at its end."""
+    """The run would write its only checkpoint and its only record at its end, after the deletion."""
     workdir = tmp_path / "run"
     run = Run(
         workdir,

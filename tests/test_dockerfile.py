@@ -1,4 +1,4 @@
-"""The image's Dockerfile: pinned libraries, a user without root rights, and existing files."""
+"""Tests the Dockerfile: libraries are pinned, the user is not root, and the files to copy exist."""
 
 import pathlib
 import re
@@ -69,7 +69,7 @@ def test_files_exist_and_none_of_them_is_ignored() -> None:
 
 @pytest.mark.long
 def test_libraries_can_be_installed_before_the_code(tmp_path: pathlib.Path) -> None:
-    """setup.py and pyproject.toml work with the files in the first layer."""
+    """pip can build the package with only the files that the first layer contains."""
     *copied, _ = of("COPY")[0].split()
     for name in copied:
         shutil.copy(ROOT / name, tmp_path)

@@ -1,4 +1,4 @@
-"""Environment variables that are set for a block."""
+"""Tests environment variables that are set for a block."""
 
 import os
 

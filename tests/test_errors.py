@@ -1,4 +1,4 @@
-"""Errors as values: fields, one sentence, and no characters that a terminal acts on."""
+"""Tests that the fields of an error form one sentence, without characters that a terminal acts on."""
 
 import ast
 import copy

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints of a workdir, and errors."""
+"""Tests the evaluation of a workdir's checkpoints, and its errors."""
 
 import errno
 import os

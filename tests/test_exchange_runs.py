@@ -1,4 +1,4 @@
-"""Runs whose exchange has a residual and two stages: on any devices, resumed, evaluated."""
+"""Tests runs whose exchange has a residual and two stages: devices, resuming, evaluation."""
 
 import functools
 import pathlib
@@ -100,7 +100,7 @@ def test_any_devices_equal_float32_on_one_device(setting: str) -> None:
     "setting", some(("eight", "four", "microbatches", "hierarchy", "changing"), ("eight",))
 )
 def test_optimizer_that_sends_momentum_is_the_one_that_sends_gradients(setting: str) -> None:
-    """Momentum is linear: summing it over devices equals summing the gradients."""
+    """Momentum is linear in the gradients, so devices may sum momentum instead of gradients."""
     hierarchy = {"hierarchy": (8, {"mesh__data": 2, "mesh__fsdp": 4})}
     num_devices, changes = (SETTINGS | hierarchy)[setting]
     state, run = after(config(optimizer=MOMENTUM, **changes), num_devices)
@@ -155,7 +155,7 @@ def test_only_copies_of_replicated_leaves_are_compared() -> None:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The workdir of a run of 12 updates, the last 7 of which are in the second stage."""
+    """The workdir of a run with 5 updates in the first stage and 7 in the second."""
     workdir = tmp_path_factory.mktemp("full")
     train(twelve(), workdir, quiet=True)
     return workdir

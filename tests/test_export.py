@@ -1,4 +1,4 @@
-"""Exports of a BERT for Hugging Face and of image networks for timm."""
+"""Tests exports of a BERT for Hugging Face, and of image networks for timm."""
 
 import json
 import pathlib

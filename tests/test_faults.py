@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end like undisturbed runs."""
+"""Tests that runs that are killed at random moments end with the results of undisturbed runs."""
 
 import itertools
 import os
@@ -91,7 +91,7 @@ def check_complete(workdir: pathlib.Path, full: pathlib.Path) -> None:
 
 
 def ordeal(count: int, seed: int, tmp_path: pathlib.Path, full: tuple[pathlib.Path, Start]) -> None:
-    """Kills runs `count` times in all, each run a few times, and completes every run."""
+    """Kills runs `count` times in all, each at most `KILLS_IN_A_RUN` times, and completes every run."""
     generator = random.Random(seed)
     reference, uninterrupted = full
     print(

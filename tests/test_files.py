@@ -1,4 +1,4 @@
-"""The source files: short, each with a test, and without paths of particular machines."""
+"""Tests that source files are short, have tests, and contain no path of a particular machine."""
 
 import pathlib
 import re

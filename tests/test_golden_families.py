@@ -1,4 +1,4 @@
-"""Every family of recorded runs: no setting of any entry is ignored."""
+"""Tests that every family of recorded runs rejects unknown settings and unsupported values."""
 
 from typing import Any
 

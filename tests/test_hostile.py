@@ -1,4 +1,4 @@
-"""Bad inputs of many types on real command lines: each gives one sentence, within seconds."""
+"""Tests that bad inputs on real command lines give an error of one sentence within seconds."""
 
 import json
 import os
@@ -29,7 +29,7 @@ DRAWN = {
 
 
 class Case(NamedTuple):
-    """A command line, a part of its message, and the files in its folder.
+    """A command line, a part of the expected error message, and the files in the command's folder.
 
     '@' in the arguments stands for the folder. A file is text, FOLDER, PIPE, ZERO or LOOP.
     """
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def train(message: str, *arguments: str, recipe: str | None = None, **files: str) -> Case:
-    """Returns a case of training; `recipe` is the text of a recipe."""
+    """Returns a case of the command train; `recipe` is the content of a recipe file."""
     named = "configs/digits.py" if recipe is None else "@/recipe.py"
     files = {name.replace("__", "."): text for name, text in files.items()}
     files |= {} if recipe is None else {"../recipe.py": recipe}
@@ -52,18 +52,18 @@ def train(message: str, *arguments: str, recipe: str | None = None, **files: str
 
 
 def evaluate(message: str, config: str) -> Case:
-    """Returns a case of an evaluation; `config` is the text of config.json."""
+    """Returns a case of the command evaluate; `config` is the content of config.json."""
     return Case(message, "evaluate", ["--workdir=@"], {"config.json": config})
 
 
 def plots(message: str, *arguments: str, **files: str) -> Case:
-    """Returns a case of plots of the records `DRAWN`, with some files replaced."""
+    """Returns a case of the command plots for the files `DRAWN`, some of them replaced by `files`."""
     changed = {name.replace("__", "."): text for name, text in files.items()}
     return Case(message, "plots", ["--workdir=@", *arguments], DRAWN | changed)
 
 
 def prepare(message: str, *arguments: str, **files: str) -> Case:
-    """Returns a case of the preparation of a text."""
+    """Returns a case of the command prepare_text."""
     words = ["--input=README.md", "--train-vocab=300", *arguments]
     return Case(message, "data.prepare_text", words, files)
 

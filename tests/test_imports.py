@@ -1,4 +1,4 @@
-"""Each package imports only packages below it."""
+"""Tests that each package imports only packages below it, as `_TABLE` lists them."""
 
 import ast
 import pathlib
@@ -294,7 +294,7 @@ SEE_CONFIGS = {"cli.py", "config.py", "config_file.py", "overrides.py", "spec.py
 
 
 def names_config_dict(tree: ast.AST) -> bool:
-    """Returns whether code names ConfigDict, except in messages and docstrings."""
+    """Returns whether code refers to ConfigDict; messages and docstrings do not count."""
     return any(
         "ConfigDict" in (getattr(node, "id", ""), getattr(node, "attr", ""))
         or (isinstance(node, ast.alias) and node.name == "ConfigDict")

@@ -1,4 +1,4 @@
-"""The page of all config keys."""
+"""Tests the page of all config keys."""
 
 from lamb_tpu import keys, spec_keys
 from tests import tiny

@@ -1,4 +1,4 @@
-"""A run ended by SIGKILL, SIGTERM or Ctrl-C and resumed equals an undisturbed run, bit for bit."""
+"""Tests that a run equals an undisturbed run, bit for bit, if signals end it and it is resumed."""
 
 import os
 import pathlib
@@ -33,7 +33,7 @@ def last_logged(workdir: pathlib.Path) -> int:
 def kill_when(
     workdir: pathlib.Path, condition: Callable[[], bool], number: int = signal.SIGKILL
 ) -> tuple[str, str]:
-    """Starts the run and kills it as soon as the condition holds; returns stdout and stderr."""
+    """Starts the run and sends it a signal as soon as the condition holds; returns stdout and stderr."""
     process = tiny.start("lamb_tpu.train", *ARGUMENTS, f"--workdir={workdir}")
     deadline = time.monotonic() + 120
     while not condition():
@@ -49,9 +49,10 @@ def kill_when(
 
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path, list]:
-    """Returns the workdirs of an undisturbed run and of a run ended four times, and the latter's output.
+    """Returns the workdirs of an undisturbed run and of a run ended four times, and the second run's output.
 
-    The output is stdout of each start, but stderr after SIGTERM, and stdout and stderr after Ctrl-C.
+    The output is a list with stdout for each start of the second run, but with stderr for the start
+    that SIGTERM ends, and with both for the start that Ctrl-C ends.
     """
     full, killed = (tmp_path_factory.mktemp(name) for name in ("full", "killed"))
     tiny.succeed("lamb_tpu.train", *ARGUMENTS, f"--workdir={full}")

@@ -1,4 +1,4 @@
-"""Runs that kill themselves around batch decisions, or with a residual, end like undisturbed runs."""
+"""Tests that runs killed near changes of the batch size, or with a residual, equal undisturbed runs."""
 
 import importlib
 import pathlib
@@ -22,7 +22,7 @@ def survive(
     tmp_path: pathlib.Path,
     devices: int = 1,
 ) -> None:
-    """Asserts that a run killed at these moments, (updates, seconds), ends like an undisturbed one."""
+    """Asserts that a run killed at `moments`, pairs (updates, seconds), equals an undisturbed run."""
     full, killed = tmp_path / "full", tmp_path / "killed"
 
     def start(folder: pathlib.Path, *moment: str) -> int:
@@ -51,7 +51,7 @@ def survive(
 @pytest.mark.long
 @pytest.mark.parametrize("rule", deciding.RULES)
 def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -> None:
-    """Kills one run 20 times, within 30 ms of the start of an update next to a change of the batch."""
+    """Kills one run 20 times, at most 30 ms after the start of an update near a batch size change."""
     generator, decided = random.Random(3), tmp_path / "decided"
     train(deciding.config(rule), decided, quiet=True)
     _, position = tiny.restored(deciding.config(rule), decided)
@@ -74,7 +74,7 @@ def test_killed_around_changes_of_the_batch(rule: str, tmp_path: pathlib.Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("name", keeping.METHODS)
 def test_killed_with_a_residual(name: str, tmp_path: pathlib.Path) -> None:
-    """Kills one run 20 times: twice around each change of its program, else at random updates."""
+    """Kills one run 20 times: twice around each change of the compiled program, then at random updates."""
     generator = random.Random(4)
     updates = [change + more for change in keeping.CHANGES[name] for more in (-1, 0)]
     updates += [generator.randrange(keeping.UPDATES - 1) for _ in range(20 - len(updates))]

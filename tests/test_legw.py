@@ -1,4 +1,4 @@
-"""The command `legw`: its table, warnings, curves and errors."""
+"""Tests the command `legw`: its table, warnings, curves and errors."""
 
 import contextlib
 import io

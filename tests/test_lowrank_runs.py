@@ -1,4 +1,4 @@
-"""Runs that send low-rank factors: close to float32, and resumed bit for bit."""
+"""Tests that runs that send low-rank factors are close to float32 runs, and resume bit for bit."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""No data runs code: payloads that leave a mark are put wherever data is read."""
+"""Tests that reading data runs no code in it: inputs contain payloads that leave a mark when executed."""
 
 import contextlib
 import gzip

@@ -1,4 +1,4 @@
-"""Optimizers that compress momentum, with the exchange onebit on eight devices."""
+"""Tests optimizers that compress momentum, with the exchange onebit on eight devices."""
 
 import pathlib
 import signal
@@ -101,7 +101,7 @@ def twelve() -> ConfigDict:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The workdir of a run of 12 updates, the last 7 of which are compressed."""
+    """The workdir of a run with 5 uncompressed updates and then 7 compressed updates."""
     workdir = tmp_path_factory.mktemp("full")
     train(twelve(), workdir, quiet=True)
     return workdir
@@ -217,7 +217,7 @@ def test_first_synchronisation_through_factors_is_not_zero(exchange: str) -> Non
 
 @pytest.mark.long
 def test_a_skipped_first_update_leaves_the_exchange_as_it_was() -> None:
-    """EF21's average then starts with the next gradient, instead of the skipped one."""
+    """EF21's average starts with the gradient after the skipped update, not with the skipped gradient."""
     run = prepare(
         tiny.digits(
             guards__max_skipped=2,

@@ -1,4 +1,4 @@
-"""Command-line overrides of fields that a config file leaves out."""
+"""Tests command-line overrides of fields that a config file leaves out."""
 
 import doctest
 import inspect
@@ -118,7 +118,7 @@ def test_what_is_taken_from_a_command_line() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_argument_accepts_its_default(section: str) -> None:
-    """A default also adds no key, so the config equals that of a run without the override."""
+    """The text of a default converts to the default, so that an override with this text adds no key."""
     for name in [*REGISTRIES[section], *(f"{each}x" for each in REGISTRIES[section].prefixes)]:
         for key, (kind, default) in REGISTRIES[section].fields(name).items():
             if default is inspect.Parameter.empty and key != "learning_rate":

@@ -1,4 +1,4 @@
-"""The result of `pip install`: the declared packages, and the recipes in the wheel."""
+"""Tests packaging: dependencies cover all imports, and the wheel has the recipes and tables."""
 
 import importlib.metadata
 import os

@@ -1,13 +1,13 @@
-"""Every number on a page of experiments/ comes from a record beside it.
+"""Tests that every number on a page of experiments/ comes from a record.
 
 There are four types of pages:
 
 - A page in `MADE` is generated again here from the records beside it, and compared byte for byte.
 - A page in `REPORTED` is generated again by the tests of lamb_tpu.reproduce.
 - A page in `PRINTED` is the output of a benchmark's command with --write, so the page is the record.
-- A page in `WRITTEN` is written by hand. Each number in its prose and tables occurs, perhaps rounded,
-  in the records beside it or on a page that it links to; or follows from two such numbers by a
-  calculation given here; or is quoted from a paper in experiments/quoted.json.
+- A page in `WRITTEN` is written by hand. Each number in the page's prose and tables must occur,
+  possibly rounded, in the records beside the page or on a linked page, or must follow from two such
+  numbers by a calculation given here, or must be quoted from a paper in experiments/quoted.json.
 """
 
 import json
@@ -91,7 +91,7 @@ def value(text: str) -> float:
 
 
 def is_from(text: str, sources: Iterable[float]) -> bool:
-    """Returns whether a source rounds to a number with decimals, or equals one without decimals."""
+    """Returns whether a source rounds to the number `text` or, if `text` has no decimals, equals it."""
     decimals = len(text.partition(".")[2])
     tolerance = 0.5 * 10.0**-decimals * (1 + 1e-9) if decimals else 0.0
     return any(abs(source - value(text)) <= tolerance for source in sources)

@@ -1,4 +1,4 @@
-"""Photographs in full runs: each counts once, and bad images are reported."""
+"""Tests runs on photographs: each photograph counts once, and bad images are reported."""
 
 import pathlib
 from typing import Any

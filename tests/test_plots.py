@@ -1,4 +1,4 @@
-"""A run with config.optimizer.collect records its layers, and the figure shows these."""
+"""Tests the figures of a run: its curves and, with config.optimizer.collect, its layers."""
 
 import itertools
 import pathlib

@@ -1,4 +1,4 @@
-"""Words for the gaps in a text, from a run's checkpoint and from a Hugging Face folder."""
+"""Tests the words that a run's checkpoint predicts for the gaps in a text."""
 
 import json
 import pathlib

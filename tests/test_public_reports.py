@@ -1,6 +1,6 @@
-"""Faults that users of other projects reported: one test for each type, on inputs made here.
+"""Tests each type of fault that users of other projects reported, on inputs made here.
 
-The mirrored tests cover the details.
+The tests that mirror the package's modules cover the details.
 """
 
 import json

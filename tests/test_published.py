@@ -1,4 +1,4 @@
-"""Weights published by timm or torchvision: runs start from them, or evaluate them."""
+"""Tests runs that start from weights published by timm or torchvision, and evaluations of such weights."""
 
 import json
 import pathlib
@@ -195,7 +195,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def broken(folder: pathlib.Path, path: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """Copies a folder with some tensors replaced, or removed if they are None."""
+    """Copies a folder, with tensors replaced by `changes`; None removes a tensor."""
     replaced = {**tensors(), **changes}
     path.mkdir()
     safetensors_numpy.save_file(

@@ -1,4 +1,4 @@
-"""Claims of the README and the package pages: commands, flags, links and recipes."""
+"""Tests claims of the README and the package pages: commands, flags, links and recipes."""
 
 import importlib.util
 import json

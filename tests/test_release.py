@@ -1,4 +1,4 @@
-"""One version in every file, and the form of the changelog's fragments."""
+"""Tests that all files have the same version, and that the changelog's fragments are well formed."""
 
 import re
 import tomllib

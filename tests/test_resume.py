@@ -1,4 +1,4 @@
-"""A run resumes on other devices, in other processes, or with another sharding of its state."""
+"""Tests that a run resumes on other devices, in other processes, or with another sharding of its state."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def check(workdir: pathlib.Path, full: pathlib.Path) -> None:
 
 
 def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Asserts that every array agrees to 1e-6 of its largest value."""
+    """Asserts that no element differs by more than 1e-6 of the largest value of its array."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         scale = np.abs(value.astype(np.float64)).max() or 1.0

@@ -1,4 +1,4 @@
-"""A run with schedule-free AdamW evaluates its averaged weights and passes them on to other runs."""
+"""Tests that runs with schedule-free AdamW evaluate the averaged weights and pass them on to other runs."""
 
 import pathlib
 from typing import Any

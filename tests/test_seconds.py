@@ -1,4 +1,4 @@
-"""The rule for the duration of a test, in a separate pytest session."""
+"""Tests the rule for the duration of a test, in a separate pytest session."""
 
 import os
 import pathlib

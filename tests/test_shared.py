@@ -1,4 +1,4 @@
-"""Tests are skipped, with the reason, if some or all of their data are missing."""
+"""Tests that tests are skipped, with the reason, if some or all of their data are missing."""
 
 import json
 import os
@@ -20,7 +20,7 @@ GOLDEN = sorted(
 
 @pytest.fixture
 def partial(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A shared folder whose index has one entry, without its record."""
+    """A shared folder with an index of one entry; the file of this entry is missing."""
     (tmp_path / "golden").mkdir()
     entry = {"family": "lamb", "implementation": "one", "setting": "a", "file": "lamb/one.npz"}
     (tmp_path / "golden" / "index.json").write_text(json.dumps({"files": [entry]}))

@@ -1,4 +1,4 @@
-"""Parsing configs into typed, frozen values, changing them, and writing them back."""
+"""Tests that configs can be parsed into typed, frozen values, changed, and written back."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Config values that no run can use are rejected with key, value and bound."""
+"""Tests that config values that no run can use are rejected with key, problem and remedy."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The config schema: every key has a type, a default, bounds and a description."""
+"""Tests the config schema: every key has a description and a default, and its bounds are checked."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def test_the_base_config_has_the_defaults() -> None:
 
 
 def bounded() -> list[tuple[str, Any, Any]]:
-    """Returns the key, a value within and a value outside of each bound."""
+    """Returns for each bound the key, a valid value and an invalid value."""
     actual: list[tuple[str, Any, Any]] = []
     for path, key in KEYS.items():
         details, one = key.details, 1 if key.kind is int else 0.5

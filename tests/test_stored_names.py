@@ -1,4 +1,4 @@
-"""Records and stored configs are data: commands that read them do not import the code they name."""
+"""Tests that commands do not import the code that records and stored configs name."""
 
 import json
 import pathlib

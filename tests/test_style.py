@@ -1,4 +1,4 @@
-"""The look of every figure: each optimizer has one colour, marker and line."""
+"""Tests the look of figures: each optimizer has one colour, marker and type of line."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""The command line of a sweep: its files, errors, and kills at random moments."""
+"""Tests the sweep command: its files, its errors, and resuming after kills at random moments."""
 
 import json
 import pathlib

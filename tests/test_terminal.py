@@ -1,4 +1,4 @@
-"""Text that fits a terminal of 80 columns, and output that cannot be written."""
+"""Tests text that must fit a terminal of 80 columns, and output that cannot be written."""
 
 import ast
 import contextlib

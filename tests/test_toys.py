@@ -1,4 +1,4 @@
-"""A custom exchange, batch rule and optimizer, each in one file outside the package."""
+"""Tests a custom exchange, batch rule and optimizer, each in one file outside the package."""
 
 import importlib
 import os

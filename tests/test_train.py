@@ -1,4 +1,4 @@
-"""Training runs: their files, resuming, preemption and failures."""
+"""Tests training runs: their files, resuming, preemption and failures."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, kind: str) -> None:
-    """Crashes the next run when it would write the record of update `step` and kind `kind`."""
+    """Makes the next run crash when it would write the record of kind `kind` after update `step`."""
     write = MetricsWriter.write
 
     def interrupted(self: MetricsWriter, now: int, now_kind: str, values: Any) -> None:
@@ -51,10 +51,10 @@ def train_in_segments(
     notices: Sequence[tuple[int, int]],
     fails_at: int,
 ) -> None:
-    """Trains a run to its end in several starts.
+    """Trains a run to its end, and preempts or crashes it several times before that.
 
-    `notices` are pairs of the poll at which a start is preempted, and the update that it then
-    saves. One more start crashes at the record of update `fails_at`.
+    `notices` has a pair for each preemption: the poll just before which SIGTERM arrives, and the
+    update that is then saved. After the preemptions, the run crashes at the record of `fails_at`.
     """
     for poll, step in notices:
         with tiny.preempted_at(poll, f"^preempted at update {step}, saved"):
@@ -232,9 +232,9 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def test_preempted_run_equals_an_uninterrupted_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run ended repeatedly by SIGTERM, and once by a failure, writes the same records as a single start.
+    """A run that is ended often by SIGTERM and once by a crash writes the records of an undisturbed run.
 
-    There is a poll before each update and before each of the three batches of an evaluation.
+    The run polls for signals before each update, and before each of the three batches of an evaluation.
     """
     config = tiny.digits(log__every="5 steps", checkpoint__best="loss", checkpoint__best_mode="min")
     uninterrupted, workdir = tmp_path / "whole", tmp_path / "preempted"

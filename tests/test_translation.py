@@ -1,4 +1,4 @@
-"""Translation runs with batches of several widths: resumed, on other devices, in microbatches."""
+"""Tests translation runs with batches of several widths: resuming, devices and microbatches."""
 
 import pathlib
 from typing import Any
@@ -39,7 +39,7 @@ def recipe(**changes: Any) -> ConfigDict:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Uses only the first `count` simulated devices, because each adds compile and run time."""
+    """Uses only the first `count` simulated devices, because each device adds compile time and run time."""
     devices = jax.local_devices()[:count]
     monkeypatch.setattr(jax, "devices", lambda: devices)
 

@@ -1,4 +1,4 @@
-"""Custom names in stored configs: some are allowed; the others are rejected and execute nothing."""
+"""Tests custom names in stored configs: allowed names, and rejected names, which execute nothing."""
 
 import json
 import pathlib

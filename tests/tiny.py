@@ -52,7 +52,7 @@ def change(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
 
 
 def digits(**changes: Any) -> ConfigDict:
-    """Returns a config: 12 updates at batch 64, a checkpoint every 4 updates, an evaluation every 6.
+    """Returns a config: 12 updates at batch 64, a checkpoint every 4 updates, an evaluation every 6 updates.
 
     The data has 256 examples. `changes` sets keys, with '__' in place of each dot.
     """
@@ -84,9 +84,9 @@ def unbroken(text: str) -> str:
 
 
 def has_ended(process: int, within: float) -> bool:
-    """Waits up to `within` seconds; returns whether the process has ended.
+    """Waits at most `within` seconds; returns whether the process has ended.
 
-    The process need not be a child of this one. A zombie counts as ended.
+    The process need not be a child of this process. A zombie counts as ended.
     """
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -144,7 +144,7 @@ def bert(**changes: Any) -> ConfigDict:
 
 
 def text(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a text with a vocabulary of 30 words in the format of the Penn Treebank; returns its folder."""
+    """Writes a text with a vocabulary of 30 words in the format of the Penn Treebank; returns `folder`."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in {"train": 90, "valid": 20, "test": 10}.items():
@@ -232,7 +232,7 @@ def cut(workdir: pathlib.Path, folder: pathlib.Path, last: int) -> pathlib.Path:
 
 
 def same_state(config: ConfigDict, workdir: pathlib.Path, other: pathlib.Path) -> Any:
-    """Compares the newest checkpoints of two runs bit for bit; returns the state of the first."""
+    """Compares the newest checkpoints of two runs bit for bit; returns the first run's state."""
     (actual, position), (expected, wanted) = (restored(config, each) for each in (workdir, other))
     assert_equal(actual, expected)
     assert position["loader"] == wanted["loader"]
@@ -297,7 +297,7 @@ def launched(processes: int, devices: int, *arguments: str) -> subprocess.Comple
 
 
 def recipe(folder: pathlib.Path, value: str = "tiny.digits()", module: str = "tests.tiny") -> str:
-    """Writes a config file that returns `value`, code that may use `module`; returns its --config flag."""
+    """Writes a config file that returns `value`, code that may use `module`; returns the --config flag."""
     package, _, name = module.rpartition(".")
     (folder / "recipe.py").write_text(
         f"from {package} import {name}\ndef get_config(argument=None):\n    return {value}\n"
@@ -321,7 +321,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def preempt_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Sends SIGTERM just before the `number`th poll from now on."""
+    """Sends SIGTERM just before the `number`th poll, counted from this call."""
     poll, numbers = Preemption.poll, itertools.count(1)
 
     def signalled(self: Preemption) -> None:

@@ -24,7 +24,7 @@ class _Marks:
 
 
 class Trap:
-    """A folder of data, and code that leaves a file `mark` if anything executes it.
+    """A folder of data, and payloads that leave a file `mark` if anything executes them.
 
     Attributes:
       folder: the current folder, from which modules can be imported.
@@ -74,7 +74,7 @@ class Trap:
         return ran
 
     def into_json(self, path: pathlib.Path, read: Callable[[], Any]) -> None:
-        """Reads a JSON file with each payload as its strings, names and keys, and then a pickle instead."""
+        """Reads a JSON file with each payload as its strings, names or keys, and then as a pickle."""
         before = path.read_text()
         lines = path.suffix == ".jsonl"
         documents = (
@@ -99,7 +99,7 @@ class Trap:
             path.write_bytes(before)
 
     def check(self, read: Callable[[], Any], what: str) -> None:
-        """Reads data, which may be rejected, and asserts that nothing ran."""
+        """Reads data, which may be rejected, and asserts that no payload ran."""
         with contextlib.suppress(UserError, SystemExit):
             read()
         assert not self.sprung(), what

@@ -1,6 +1,6 @@
 """The program of the launcher's tests: `python -m tests.worker MODE FOLDER`.
 
-Each process writes its id into FOLDER, so that a test can check whether it has ended.
+Each process writes its id into FOLDER, so that a test can check whether the process has ended.
 """
 
 import os
@@ -30,7 +30,7 @@ def fail() -> None:
 
 
 def abort() -> None:
-    """Process 1 is aborted with the output of JAX's abort."""
+    """Process 1 prints what JAX prints before an abort, and aborts."""
     if INDEX == 1:
         print("the reason\n*** Check failure stack trace: ***\n    @ 0x1 function", flush=True)
         os.abort()
@@ -38,7 +38,7 @@ def abort() -> None:
 
 
 def preempted() -> None:
-    """Process 0 has saved and ends; process 1 needs longer."""
+    """Process 0 ends with the status of a saved run; process 1 ignores SIGTERM and ends 4 seconds later."""
     if INDEX == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(4)
@@ -66,7 +66,7 @@ def deaf() -> None:
 
 
 def save() -> None:
-    """Takes a second after a signal, like a save; ends with the status 40 + the signal's number."""
+    """Ends one second after a signal, as if it were saving, with the status 40 + the signal's number."""
 
     def receive(number: int, frame: object) -> None:
         time.sleep(1)
@@ -80,7 +80,7 @@ def save() -> None:
 
 
 def total() -> float:
-    """Returns the sum over all processes' devices; a device's value is its process index plus 1."""
+    """Returns the sum of the values of all devices; a device's value is the index of its process plus 1."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -108,7 +108,7 @@ def all_reduce() -> None:
 
 
 def leave() -> None:
-    """Process 1 fails in the middle of a run; process 0 waits for it in an all-reduce."""
+    """Process 1 fails in the middle of a run; process 0 waits for process 1 in an all-reduce."""
     join()
     from lamb_tpu.cluster import distributed
 
@@ -120,7 +120,7 @@ def leave() -> None:
 
 
 def stop() -> None:
-    """Process 1 is stopped in the middle of a run."""
+    """SIGSTOP stops process 1 in the middle of a run."""
     join()
     total()
     if INDEX == 1:
@@ -129,7 +129,7 @@ def stop() -> None:
 
 
 def stop_in_a_sentence() -> None:
-    """Like `stop`, but with `distributed.relay_stderr`."""
+    """Stops process 1 as in `stop`, but after `distributed.relay_stderr`."""
     join()
     from lamb_tpu.cluster import distributed
 
@@ -154,7 +154,7 @@ def hang() -> None:
 
 
 def announce(pid: int) -> None:
-    """Writes the id of a process that must be gone later."""
+    """Records the id of a process, so that a test can check whether the process has ended."""
     (folder / str(pid)).touch()
 
 

@@ -1,4 +1,4 @@
-"""The settings of the BERT recipes, except rates, compared with the sources of the recipes."""
+"""Tests the settings of the BERT recipes, except rates, against the sources of the recipes."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,10 @@ def _config(argument: str) -> ConfigDict:
 def _lamb_of_deepspeed(
     weights: np.ndarray, gradients: np.ndarray, rates: np.ndarray, decay: float
 ) -> np.ndarray:
-    """The updates of DeepSpeed's csrc/lamb/fused_lamb_cuda_kernel.cu without bias correction, in float64.
+    """Returns the weights after updates as in DeepSpeed's fused_lamb_cuda_kernel.cu, in float64.
 
-    The settings are those of deepspeed_bsz64k_lamb_config_seq128.json, or else the defaults of
+    The kernel is in csrc/lamb, and is used without bias correction. The settings are those of
+    deepspeed_bsz64k_lamb_config_seq128.json, or else the defaults of
     deepspeed/ops/lamb/fused_lamb.py. Gradients have a norm below 1, so nothing is clipped.
     """
     m = v = np.zeros_like(weights)
@@ -81,7 +82,7 @@ def test_onebit_lamb_has_its_exchange() -> None:
 
 
 def test_who_adapts() -> None:
-    """All tensors adapt in DeepSpeed's LAMB; only tensors that decay adapt in the authors' and in apex's."""
+    """In DeepSpeed's LAMB all tensors adapt; in the authors' and apex's LAMB, only tensors that decay."""
     shapes = {
         "encoder/layers/output/bias": (2, 4),
         "encoder/layers/output/kernel": (2, 4, 4),

@@ -1,4 +1,4 @@
-"""The treatment of every network's parameters by every optimizer, compared with text files.
+"""Tests the treatment of every network's parameters by every optimizer, against text files.
 
 To update the files: python -m tests.configs.test_golden_leaves
 """

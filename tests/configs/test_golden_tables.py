@@ -1,4 +1,4 @@
-"""The parameter tables of all recipes, with decay and adaptation, compared with text files.
+"""Tests the parameter tables of all recipes, with decay and adaptation, against text files.
 
 To update the files: python -m tests.configs.test_golden_tables
 """
@@ -75,7 +75,7 @@ TABLES = {
 
 @functools.cache
 def shapes(model: str, name: str) -> Any:
-    """Returns the parameter shapes of the network with this JSON config, for the inputs in `TABLES`."""
+    """Returns the parameter shapes of the network with the JSON config `model`, for inputs from `TABLES`."""
     built = models.build(**json.loads(model))
     return jax.eval_shape(built.init, jax.random.key(0), TABLES[name][2])["params"]
 

@@ -1,4 +1,4 @@
-"""The recipe for a folder of the user's images."""
+"""Tests the recipe for a folder of the user's images."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ def make(argument: str) -> ConfigDict:
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Makes 96 images of 32 by 40 pixels in three classes, each of one colour."""
+    """Makes 96 images of 32 by 40 pixels in three classes, each with a different tint."""
     path, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for label, name in enumerate(("blue", "green", "red")):
         (path / name).mkdir()

@@ -1,9 +1,9 @@
-"""The learning rate of every update of every recipe, compared with the schedules of the sources.
+"""Tests the learning rate of every update of every recipe against the schedules of the sources.
 
-A reference is the source's formula with its constants, in NumPy's float64; it reads nothing from the
-recipe. `t` is the number of completed updates, like the sources' global_step. If a recipe differs
-from its source by rounding, `within` bounds the difference as a fraction of the peak, and a comment
-gives the reason.
+A reference is the source's formula with the source's constants, in NumPy's float64; the formula reads
+nothing from the recipe. `t` is the number of completed updates, which the sources call global_step.
+If a recipe differs from its source by rounding, `within` bounds the difference as a fraction of the
+peak, and a comment gives the reason.
 """
 
 import math
@@ -32,7 +32,7 @@ Curve = Callable[[np.ndarray], np.ndarray]
 def polynomial_decay(
     t: np.ndarray, rate: float, steps: float, end: float, power: float
 ) -> np.ndarray:
-    """tf.train.polynomial_decay without cycles."""
+    """Returns the rates of tf.train.polynomial_decay, without cycles."""
     return end + (rate - end) * (1 - np.minimum(t, steps) / steps) ** power
 
 
@@ -49,7 +49,7 @@ def paper(rate: float, total: int, base_total: int) -> Curve:
 
 
 def poly_warmup_scheduler(rate: float, total: int, proportion: float) -> Curve:
-    """PolyWarmUpScheduler of NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py."""
+    """Schedule of NVIDIA/DeepLearningExamples, BERT in PyTorch, schedulers.py, PolyWarmUpScheduler."""
 
     def curve(t: np.ndarray) -> np.ndarray:
         progress = (t + 1) / total
@@ -125,7 +125,7 @@ def polynomial_learning_rate_fn(rate: float, epochs: int, num_epochs: int) -> Cu
 
 
 def goyal(batch: int) -> Curve:
-    """Schedule of arXiv:1706.02677: a warm-up of 5 epochs from 0.1 to 0.1 * batch / 256, then three steps."""
+    """Schedule of arXiv:1706.02677: a warm-up of 5 epochs from 0.1 to 0.1 * batch / 256, then three drops."""
     peak = 0.1 * batch / 256
 
     def curve(t: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The first output of every recipe fits a terminal of 80 columns and 24 rows."""
+"""Tests that the first output of every recipe fits a terminal of 80 columns and 24 rows."""
 
 import pathlib
 from typing import Any

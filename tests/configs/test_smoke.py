@@ -1,4 +1,4 @@
-"""The smoke variant of every recipe trains to its end, and the full recipe resolves."""
+"""Tests that the smoke variant of every recipe trains to its end, and that the full recipe resolves."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""The image recipes compared with rows of the papers' tables, computed by hand."""
+"""Tests the image recipes against rows of the papers' tables; expected values are calculated by hand."""
 
 import dataclasses
 import math

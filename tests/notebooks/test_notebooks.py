@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom."""
+"""Tests that every notebook runs from top to bottom."""
 
 import importlib.util
 import re
