@@ -138,7 +138,7 @@ def stacked(
 ) -> tuple[Figure, list[SubFigure]]:
     """Returns a figure with panels stacked vertically, and the panels; `heights` are in inches.
 
-    `names` has the legend's names for each panel; the rows of the legend make the panel higher.
+    `names` has the legend's names for each panel; the rows of the legend make the panel taller.
     """
     totals = [
         height + 0.2 * _rows(labels)

@@ -22,6 +22,7 @@ TESTED_ELSEWHERE = {
     "lamb_tpu/reproduce/schema.py": "tests/reproduce/test_loading.py reads tables by it",
     "lamb_tpu/run/categories.py": "tests/test_components.py goes over all registries",
     "lamb_tpu/training.py": "tests/test_train.py trains with it",
+    "lamb_tpu/types.py": "mypy checks the signatures that use it",
     "lamb_tpu/run/settings.py": "tests/run/test_build.py makes the settings of runs",
     "lamb_tpu/field_types.py": "tests/test_overrides.py converts all values with it",
     "lamb_tpu/store/schema.py": "tests/store/test_metrics.py and tests/reproduce/test_records.py",

@@ -64,7 +64,7 @@ PACKAGES = {
 COMMANDS = {"reproduce": {"train"}}
 _SHARED = """
 cli components config config_file custom ending environment errors field_types limits
-overrides spec spec_checks spec_keys style terminal trust
+overrides spec spec_checks spec_keys style terminal trust types
 """
 SERVES_ALL = {"__version__", *_SHARED.split()}
 

@@ -152,7 +152,7 @@ def test_commands_that_read_a_stored_config(
         measure(None, str(workdir), StudyRequest("4 steps", factors="1,2", span="8 steps"))
     assert not written.exists()
     # With the flag, the name is imported like a name on the command line.
-    with rejected("config.model.name", "subprocess:getoutput", "makes ''"):
+    with rejected("config.model.name", "subprocess:getoutput", "returns ''"):
         evaluate_checkpoint(None, workdir, trust_workdir=True)
     assert written.exists()
 

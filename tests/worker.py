@@ -46,7 +46,14 @@ def preempted() -> None:
 
 
 def fail_at_the_end() -> None:
-    sys.exit(3 if INDEX == 1 else os.EX_TEMPFAIL)
+    """Process 1 fails; process 0 ends as preempted once no SIGTERM can stop process 1 any more."""
+    if INDEX == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        announce(os.getpid())
+        sys.exit(3)
+    while not any(folder.iterdir()):
+        time.sleep(0.01)
+    sys.exit(os.EX_TEMPFAIL)
 
 
 def stubborn() -> None:

@@ -159,7 +159,7 @@ def check(folder: pathlib.Path) -> None:
         reason = done.stderr.strip().rpartition("\n")[2]
         raise UserError(
             folder,
-            problem=f"cannot be read by a copy of the source tree ({reason}); prepare it again",
+            problem=f"cannot be read by a copied source tree's code ({reason}); prepare the folder again",
         )
 
 

@@ -1,4 +1,4 @@
-"""Prepared folders, such as a run, text, images or cached plans; each bad input changes copies of some."""
+"""Prepared folders, such as a run, text, images or cached plans. A bad input is a damaged copy of them."""
 
 import json
 import pathlib

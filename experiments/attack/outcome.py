@@ -15,7 +15,7 @@ MEANINGS = {
     TRACEBACK: "a Python traceback was printed",
     HANG: "the command was still running after 40 s of CPU time, or was idle for 25 s",
     MEMORY: "the command used more than 4 GiB of memory",
-    KILLED: "a signal that the test had not sent ended the command",
+    KILLED: "the command was ended by a signal that the test had not sent",
     UNCLEAR: "an exit status other than 0, without an error message of one sentence",
     RAW: "control characters of the input reached the output",
     LEFT: "a process that the command had started was still running two seconds after the command ended",

@@ -59,7 +59,7 @@ def config_of(network: Network) -> Spec:
 
 
 def lenet(torch: Any) -> Any:
-    """Returns the network of the LAMB author's MNIST code, `lamb_tpu.models.lenet.LeNet`."""
+    """Returns `lamb_tpu.models.lenet.LeNet`, the network of the LAMB author's MNIST code, in PyTorch."""
     nn = torch.nn
     return nn.Sequential(
         nn.Conv2d(1, 32, 5, padding=2),

@@ -20,7 +20,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def follow_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Makes this process get the signal `number` when its parent ends; on SIGTERM, a run saves.
+    """Makes this process get the signal `number` when its parent ends.
 
     On Linux, the kernel sends the signal when the thread that started this process ends. Elsewhere,
     a thread checks twice a second whether the parent has ended. `parent` is the parent's process

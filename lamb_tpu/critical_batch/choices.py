@@ -78,7 +78,7 @@ def key_of(record: Mapping[str, Any]) -> str:
 
 
 def check(request: StudyRequest) -> list[int]:
-    """Checks every option that needs no run, and returns the factors."""
+    """Checks every option that can be checked without the run, and returns the factors."""
     if not 0 < request.tolerance < math.inf:
         raise out_of_range(
             "--tolerance",

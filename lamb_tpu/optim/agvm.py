@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from lamb_tpu.optim import checks, leafwise, modules, schedule_free, trust_ratio
+from lamb_tpu.optim.parameters import PyTree
 from lamb_tpu.optim.trust_ratio import AxisName
-from lamb_tpu.types import PyTree
 
 
 class AgvmState(NamedTuple):

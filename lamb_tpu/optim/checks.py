@@ -12,8 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from lamb_tpu.types import PyTree
-
 # Arguments in [0, 1): decay rates of moving averages, and fractions.
 _BELOW_ONE = ("b1", "b2", "b3", "beta", "momentum", "dampening", "relative_floor")
 _FROM_ZERO = ("anchor", "seed", "start")  # other whole numbers must be at least 1
@@ -201,7 +199,7 @@ def check_opt_state(opt_state: optax.OptState) -> None:
         raise ValueError(f"opt_state={opt_state!r} must be an optimizer's state")
 
 
-def check_moments(source: str, moments: PyTree, params: optax.Params) -> None:
+def check_moments(source: str, moments: Any, params: optax.Params) -> None:
     """Raises ValueError unless each parameter has a second moment; the message starts with `source`."""
     if jax.tree.structure(moments) != jax.tree.structure(params) or any(
         np.shape(v) != np.shape(p)
@@ -218,7 +216,7 @@ def joined(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def check_arrays(name: str, tree: PyTree) -> None:
+def check_arrays(name: str, tree: Any) -> None:
     """Raises ValueError unless every leaf has a shape and a dtype, like an array, or is a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not _is_array(leaf) and not is_number(leaf):
@@ -297,7 +295,7 @@ def check_result(result: Any, params: optax.Params, state: Any) -> None:
             )
 
 
-def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
     return {joined(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

@@ -21,12 +21,11 @@ import numpy as np
 import optax
 
 from lamb_tpu.optim import checks, clipping, parameters, splits, staged, trust_ratio
-from lamb_tpu.optim.parameters import ParameterMetadata, Rules
+from lamb_tpu.optim.parameters import ParameterMetadata, PyTree, Rules
 from lamb_tpu.optim.reducing import Apply
 from lamb_tpu.optim.splits import Split
 from lamb_tpu.optim.staged import Stage, Staged, Stages
 from lamb_tpu.optim.trust_ratio import AxisName, Diagnostics, MeshAxes
-from lamb_tpu.types import PyTree
 
 
 class Leaf(NamedTuple):

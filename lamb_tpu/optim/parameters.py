@@ -41,7 +41,6 @@ import optax
 
 from lamb_tpu.optim import checks, matrices
 from lamb_tpu.optim.matrices import MatrixAxes
-from lamb_tpu.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +137,7 @@ def _matrix_axes(given: Any, layer_axes: Sequence[int]) -> MatrixAxes | tuple[()
     return rows, columns
 
 
+PyTree = Any
 Rules = str | Sequence[tuple[str, ParameterMetadata | Mapping[str, Any]]]
 
 

@@ -141,7 +141,7 @@ def read(path: pathlib.Path, configs_path: pathlib.Path) -> Files:
                 raise UserError(
                     f"{where}: config",
                     record["config"],
-                    f"has no valid configs in {configs_path.name}",
+                    f"is not the hash of valid configs in {configs_path.name}",
                 )
         except UserError as error:
             damage.append(str(error))

@@ -27,13 +27,13 @@ def best_answers(
 ) -> dict[str, list[Answer]]:
     """Returns the best distinct answers to each question, as BERT's `run_squad.py` does.
 
-    In each window, the `num_best` starts and ends with the highest logits are paired. A pair counts
-    if both tokens are in the context, the end is not before the start, the answer has at most
-    `max_answer_length` tokens, and the window is the best window for the start token. The text is the
-    range of the context from the first character of the start token to the last character of the end
-    token, with white space collapsed. (`run_squad.py` searches for the tokens in the full words that
-    contain them. The texts are the same, unless that search matches an earlier occurrence, or fails
-    and returns full words.)
+    In each window, the `num_best` likeliest start tokens are combined with the `num_best` likeliest
+    end tokens. A pair counts if both tokens are in the context, the end is not before the start, the
+    answer has at most `max_answer_length` tokens, and the window is the best one for the start token.
+    The text is the range of the context from the first character of the start token to the last
+    character of the end token, with white space collapsed. (`run_squad.py` searches for the tokens in
+    the full words that contain them. The texts are the same, unless that search matches an earlier
+    occurrence, or fails and returns full words.)
 
     Args:
       questions, features: the questions, and the features made from them.

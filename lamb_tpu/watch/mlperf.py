@@ -124,7 +124,7 @@ class MLPerfLog(Observer):
             return
         assert self._run.folder is not None  # every start has a folder
         self._file = writing.LineFile(self._run.folder.path / "mlperf.log", start.fail)
-        # Everything is compiled by now, so date the line back to the beginning of the start.
+        # Everything is compiled by now, so backdate the line to the moment when the process began.
         self._write(_START, "init_start", ago=start.clock.startup_of_this_start)
         for key, value in hyperparameters(self._run).items():
             self._write(_POINT, key, value)

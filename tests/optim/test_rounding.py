@@ -34,7 +34,7 @@ def _add(params, update, seed=0, steps=1):
 
 
 def _pairs(num):
-    """Returns weights and updates with many exponents; a third of the sums cancel almost or fully."""
+    """Returns weights and updates with many exponents; a third of the sums nearly or exactly cancel."""
     rng = np.random.default_rng(0)
 
     def draw():

@@ -77,7 +77,7 @@ def _product(settings: Settings, recorded: Arrays) -> dict[str, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames="fmt")
 def multiplied(a: jax.Array, b: jax.Array, fmt: Format) -> jax.Array:
-    """Multiplies matrices like CPD: casts each product of two numbers, and adds by Kahan's sum."""
+    """Multiplies matrices like CPD: casts each product of numbers, then uses Kahan summation."""
     return formats.kahan_sum(
         (a.T, b), fmt, lambda term: formats.cast(term[0][:, None] * term[1][None, :], fmt)
     )

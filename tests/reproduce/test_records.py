@@ -65,7 +65,11 @@ def test_committed_records_are_sound() -> None:
         ("batch", "128", "batch='128' is not valid; use the type int"),
         ("batch", 0, "batch=0 is not valid; use at least 1"),
         ("config", "x", "config='x' is not valid"),
-        ("config", "0" * 12, "config='000000000000' has no valid configs in table.configs.json"),
+        (
+            "config",
+            "0" * 12,
+            "config='000000000000' is not the hash of valid configs in table.configs.json",
+        ),
         ("devices", [], "devices=.. is not valid; use the type int"),
         ("jax", 5, "jax=5 is not valid; use the type str"),
         ("evaluations", {}, "evaluations={} is not valid; use a list"),

@@ -94,7 +94,11 @@ def test_machine() -> None:
         ("digits.jsonl", "{\n", "line 1 of .*digits.jsonl is not JSON"),
         ("digits.jsonl", '{"cell": "lamb"}\n', "line 1 of .*digits.jsonl: scale is missing"),
         ("digits.configs.json", "[", "digits.configs.json cannot be read"),
-        ("digits.configs.json", "{}", "config='.*' has no valid configs in digits.configs.json"),
+        (
+            "digits.configs.json",
+            "{}",
+            "config='.*' is not the hash of valid configs in digits.configs.json",
+        ),
     ],
 )
 def test_damage_is_left_out_and_never_deleted(

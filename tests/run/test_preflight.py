@@ -200,7 +200,7 @@ def test_evaluate_checks_its_split(points: pathlib.Path) -> None:
 def test_error_of_one_process_ends_both(
     points: pathlib.Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """Only the second process reads the wrong example, but both processes must end."""
+    """Only the second process reads the example with the invalid label, but both processes must end."""
     order = data.global_indices(0, 0, 64 * 8, 512)
     at = int(order[64 * 3 + 60]) if of == "train" else 500
     (points / "recipe.py").write_text(

@@ -138,5 +138,5 @@ def test_lost_evaluation_is_due_again(
         f"{path} has lost records up to update 6: 1 'train'; restore it from a copy if you have one"
     ]
     assert opened("") and len(output) == 2
-    # Checkpoints of older versions do not count the records.
+    # Checkpoints of older versions lack the number of records.
     assert opened(train + evaluation, eval_due=True)

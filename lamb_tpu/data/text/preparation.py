@@ -119,7 +119,7 @@ def prepare_text(
             _compare(folder, _read_json(folder / _SETTINGS), identity)
         # Any file except the lock, which this process has just created, belongs to something else.
         elif [path for path in folder.iterdir() if path.name != _LOCK]:
-            problem = "is not empty and was not begun by this command"
+            problem = "is not empty and holds no unfinished output of this command"
             raise UserError("--output", output, problem, "use another folder")
         else:
             # Written before the first shard, so that a later command can compare its settings.

@@ -286,7 +286,9 @@ def test_an_output_that_is_something_else(folder: pathlib.Path) -> None:
     (folder / "in" / "00.txt").write_text("Other text.")
     with rejected("--output", ..., "was begun with other input files, or the files have changed"):
         prepare(folder, "out")
-    with rejected("--output", ..., "is not empty and was not begun by this", "use another folder"):
+    with rejected(
+        "--output", ..., "is not empty and holds no unfinished output", "use another folder"
+    ):
         prepare(folder, "in")
     with rejected("--output", ..., "is a file", "use a folder"):
         prepare(folder, "vocab.txt")
