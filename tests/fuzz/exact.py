@@ -1,10 +1,10 @@
 """Evaluates a traced program in float64, with a model of the program's rounding errors.
 
 `jax_enable_x64` alone would not do: under it `jax.random` draws other numbers, and a network that
-casts to float32 or bfloat16 would still round. `Exact` evaluates the equations of the program that
-was traced in float32 instead. Floating-point arithmetic is done in float64, casts between
-floating-point types do nothing, and integers, booleans and random bits are computed as traced, so
-the random numbers are the same.
+casts to float32 or bfloat16 would still round. `evaluate` evaluates the equations of the program as
+traced in float32 instead. Floating-point arithmetic is done in float64, casts between floating-point
+types do nothing, and integers, booleans and random bits are computed as traced, so the random
+numbers are the same.
 
 Each result of floating-point arithmetic is multiplied by 1 + k * eps * s, where eps is the machine
 epsilon of the dtype that the program has there, and s is -1 or 1, drawn once for each element. With
@@ -12,8 +12,6 @@ k = 0 the evaluation is exact. The differences between k = 1, k = -1 and k = 0 s
 program's own rounding changes each result.
 """
 
-import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,24 +21,27 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from tests.fuzz.arithmetic import RULES
+
 # Signs of the errors; longer arrays repeat them. The length is prime, so rows get other signs.
-_SIGNS = np.sign(np.random.default_rng(0).random(99_991) - 0.5)
+_SIGNS = np.resize(np.sign(np.random.default_rng(0).random(99_991) - 0.5), 400_000)
 # These copy or choose values, and round nothing.
 _CHOOSING = frozenset(
-    "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice "
-    "concatenate pad gather select_n rev copy copy_p neg abs sign max min clamp reduce_max reduce_min "
-    "argmax argmin sort stop_gradient iota reduce_window_max cummax cummin is_finite floor ceil round "
-    "select_and_gather_add split real imag squeeze top_k optimization_barrier device_put".split()
+    "broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice concatenate pad "
+    "dynamic_update_slice gather select_n rev copy copy_p neg abs sign max min clamp reduce_max "
+    "reduce_min argmax argmin sort stop_gradient iota reduce_window_max cummax cummin is_finite "
+    "floor ceil round select_and_gather_add split top_k device_put".split()
 )
 _INLINED = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr custom_lin".split()
+    "custom_vjp_call_jaxpr".split()
 )
-_IDENTITIES = frozenset("sharding_constraint layout_constraint optimization_barrier".split())
+_IDENTITIES = frozenset(
+    "sharding_constraint layout_constraint optimization_barrier reduce_precision".split()
+)
 _SCATTERS: dict[str, Callable[..., jax.Array]] = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
-    "scatter_add": lax.scatter_add,
     "scatter_mul": lax.scatter_mul,
     "scatter_min": lax.scatter_min,
     "scatter_max": lax.scatter_max,
@@ -48,36 +49,42 @@ _SCATTERS: dict[str, Callable[..., jax.Array]] = {
 
 
 def is_float(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, np.floating)
+    return bool(jax.dtypes.issubdtype(dtype, np.floating))
 
 
 def widened(value: Any) -> Any:
-    """Returns a floating-point array in float64, and any other array unchanged."""
-    if is_float(value.dtype):
-        return np.asarray(value).astype(np.float64)
-    return value
+    """Returns a floating-point array in float64, any other as a NumPy array, and a key unchanged."""
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    value = np.asarray(value)
+    return value.astype(np.float64) if is_float(value.dtype) else value
 
 
-class Exact:
-    """A traced function in float64: `exact(k, *args)` returns the results as a flat list.
+def evaluate(closed: core.ClosedJaxpr, k: float, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a traced function as a flat list of NumPy arrays and keys.
 
-    Call it with `jax.enable_x64` on; it may be traced by `jax.jit`. `args` are the flat arguments of
-    the traced function, with floating-point arrays in float64, see `widened`.
+    `args` are the flat arguments of the traced function; floating-point arrays may be float64. `k`
+    is the factor of the rounding errors.
     """
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        found = _Evaluation(k).call(closed, [widened(arg) for arg in args])
+    return [np.asarray(each) if isinstance(each, np.generic) else each for each in found]
 
-    def __init__(self, closed: core.ClosedJaxpr) -> None:
-        self._closed = closed
+
+class _Evaluation:
+    """One evaluation; the number of rounded results so far chooses the signs of the next."""
+
+    def __init__(self, k: float) -> None:
+        self._k = k
         self._count = 0
 
-    def __call__(self, k: Any, *args: Any) -> list[Any]:
-        self._count = 0
-        consts = [widened(const) for const in self._closed.consts]
-        return self._evaluate(self._closed.jaxpr, k, consts, args)
-
-    def _evaluate(
-        self, jaxpr: Any, k: Any, consts: Sequence[Any], args: Sequence[Any]
-    ) -> list[Any]:
-        values: dict[Any, Any] = {}
+    def call(self, inner: Any, args: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr, with or without its constants."""
+        consts: Sequence[Any] = ()
+        if isinstance(inner, core.ClosedJaxpr):
+            inner, consts = inner.jaxpr, [widened(const) for const in inner.consts]
+        values: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
+        values.update(zip(inner.invars, args, strict=True))
         # Variables that are functions of random bits alone, which the program computes exactly.
         drawn: set[Any] = set()
 
@@ -87,117 +94,105 @@ class Exact:
                 return np.asarray(atom.val, kind)
             return values[atom]
 
-        values.update(zip(jaxpr.constvars, consts, strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
-        for equation in jaxpr.eqns:
-            inputs = [read(atom) for atom in equation.invars]
-            results = self._apply(equation, k, inputs)
+        for equation in inner.eqns:
             name = equation.primitive.name
+            results = self._apply(name, equation, [read(atom) for atom in equation.invars])
             variables = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
-            is_drawn = name in ("bitcast_convert_type", "iota") or (
-                bool(variables) and drawn.issuperset(variables)
-            )
-            if is_drawn:
+            if name == "bitcast_convert_type" or (variables and drawn.issuperset(variables)):
                 drawn.update(equation.outvars)
-            elif name not in _CHOOSING:
+            elif name not in _CHOOSING and self._k:
                 results = [
-                    self._rounded(result, variable.aval, equation, k)
+                    self._rounded(name, result, variable.aval, equation)
                     for result, variable in zip(results, equation.outvars, strict=True)
                 ]
             values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return [read(atom) for atom in inner.outvars]
 
-    def _rounded(self, value: Any, aval: Any, equation: Any, k: Any) -> Any:
-        name = equation.primitive.name
-        if not is_float(aval.dtype) or name in _INLINED or name in ("scan", "while", "cond"):
+    def _rounded(self, name: str, value: Any, aval: Any, equation: Any) -> Any:
+        called = name in _INLINED or name in ("scan", "while", "cond")
+        if called or not is_float(aval.dtype) or not value.size:
             return value
         eps = float(jnp.finfo(aval.dtype).eps)
         if name == "convert_element_type":
             source = equation.invars[0].aval.dtype
             if not is_float(source) or float(jnp.finfo(source).eps) >= eps:
                 return value  # a wider type holds every value of the narrower
-        if name == "reduce_precision":
+        if name in _IDENTITIES:
+            if name != "reduce_precision":
+                return value
             eps = 2.0 ** -equation.params["mantissa_bits"]
         self._count += 1
-        start = zlib.crc32(f"{self._count}".encode()) % len(_SIGNS)
-        signs = np.resize(np.roll(_SIGNS, -start)[: max(value.size, 1)], value.shape)
-        return value * (1 + (k * eps) * signs)
+        start = self._count * 7_919 % 99_991
+        if start + value.size <= len(_SIGNS):
+            signs = _SIGNS[start : start + value.size]
+        else:
+            signs = np.resize(_SIGNS[start:], value.size)
+        return value * (1 + (self._k * eps) * signs.reshape(value.shape))
 
-    def _apply(self, equation: Any, k: Any, inputs: list[Any]) -> list[Any]:
-        name, params = equation.primitive.name, equation.params
+    def _apply(self, name: str, equation: Any, inputs: list[Any]) -> list[Any]:
+        params = equation.params
+        if name in RULES:
+            found = RULES[name](*inputs, **params)
+            if found is not NotImplemented:
+                return [found]
         if name in _IDENTITIES:
             return inputs
         if name in _INLINED:
-            inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-            return self._call(inner, k, inputs)
+            return self.call(params.get("jaxpr", params.get("call_jaxpr")), inputs)
         if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(params, k, inputs)
+            return getattr(self, f"_{name}")(params, inputs)
+        if name == "convert_element_type":
+            return [_converted(inputs[0], equation)]
+        if name == "bitcast_convert_type":
+            value = np.asarray(inputs[0]).astype(equation.invars[0].aval.dtype)
+            return [widened(lax.bitcast_convert_type(value, params["new_dtype"]))]
         if name in _SCATTERS:
-            operand, indices, updates = inputs
             options = {
                 key: params[key]
                 for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             }
-            return [_SCATTERS[name](operand, indices, updates, **options)]
-        if name == "convert_element_type":
-            target = params["new_dtype"]
-            if is_float(target):
-                return [jnp.asarray(inputs[0]).astype(np.float64)]
-            return [lax.convert_element_type(inputs[0], target)]
-        if name == "reduce_precision":
-            return inputs
-        if name == "bitcast_convert_type":
-            source = equation.invars[0].aval.dtype
-            value = lax.bitcast_convert_type(
-                jnp.asarray(inputs[0]).astype(source), params["new_dtype"]
-            )
-            return [value.astype(np.float64) if is_float(value.dtype) else value]
-        if any(isinstance(value, core.ClosedJaxpr) for value in params.values()):
+            return [np.asarray(_SCATTERS[name](*map(jnp.asarray, inputs), **options))]
+        if any(isinstance(value, core.ClosedJaxpr | core.Jaxpr) for value in params.values()):
             raise NotImplementedError(f"{name} calls a program and has no rule")
-        found = equation.primitive.bind(*inputs, **_wide(params))
-        return list(found) if equation.primitive.multiple_results else [found]
+        found = equation.primitive.bind(*map(_as_jax, inputs), **_wide(params))
+        return [widened(each) for each in (found if equation.primitive.multiple_results else [found])]
 
-    def _call(self, inner: Any, k: Any, inputs: Sequence[Any]) -> list[Any]:
-        if isinstance(inner, core.ClosedJaxpr):
-            return self._evaluate(inner.jaxpr, k, [widened(c) for c in inner.consts], inputs)
-        return self._evaluate(inner, k, [], inputs)
-
-    def _scan(self, params: Any, k: Any, inputs: Sequence[Any]) -> list[Any]:
+    def _scan(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         consts, carried = params["num_consts"], params["num_carry"]
-        fixed, start = inputs[:consts], inputs[consts : consts + carried]
+        fixed, carry = inputs[:consts], list(inputs[consts : consts + carried])
+        rows, length = inputs[consts + carried :], params["length"]
+        made: list[Any] = [None] * length
+        for index in reversed(range(length)) if params["reverse"] else range(length):
+            row = [each[index] for each in rows]
+            found = self.call(params["jaxpr"], [*fixed, *carry, *row])
+            carry, made[index] = found[:carried], found[carried:]
+        return [*carry, *(np.stack(each) for each in zip(*made, strict=True))]
 
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            found = self._call(params["jaxpr"], k, [*fixed, *carry, *xs])
-            return found[:carried], found[carried:]
-
-        rows = inputs[consts + carried :]
-        options = dict(length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
-        carry, stacked = lax.scan(body, _arrays(start), _arrays(rows), **options)
-        return [*carry, *stacked]
-
-    def _while(self, params: Any, k: Any, inputs: Sequence[Any]) -> list[Any]:
+    def _while(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
         tests, fixed = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
-        return lax.while_loop(
-            lambda carry: self._call(params["cond_jaxpr"], k, [*tests, *carry])[0],
-            lambda carry: self._call(params["body_jaxpr"], k, [*fixed, *carry]),
-            _arrays(inputs[of_cond + of_body :]),
-        )
+        carry = list(inputs[of_cond + of_body :])
+        while self.call(params["cond_jaxpr"], [*tests, *carry])[0]:
+            carry = self.call(params["body_jaxpr"], [*fixed, *carry])
+        return carry
 
-    def _cond(self, params: Any, k: Any, inputs: Sequence[Any]) -> list[Any]:
-        index, *operands = inputs
-        branches = [
-            functools.partial(lambda branch, *args: self._call(branch, k, args), branch)
-            for branch in params["branches"]
-        ]
-        return lax.switch(index.astype(np.int32), branches, *_arrays(operands))
+    def _cond(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
+        branches = params["branches"]
+        index = min(max(int(inputs[0]), 0), len(branches) - 1)
+        return self.call(branches[index], inputs[1:])
 
 
-def _arrays(values: Sequence[Any]) -> list[jax.Array]:
-    return [
-        value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else jnp.asarray(value)
-        for value in values
-    ]
+def _converted(value: Any, equation: Any) -> Any:
+    target = equation.params["new_dtype"]
+    if is_float(target):
+        return np.asarray(value, np.float64)
+    if np.asarray(value).dtype.kind == "f":
+        return np.asarray(lax.convert_element_type(value, target))  # rounds and saturates as XLA
+    return np.asarray(value).astype(target)
+
+
+def _as_jax(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _wide(params: Any) -> dict[str, Any]:
