@@ -1,0 +1,87 @@
+"""Compares a leg with the oracle, leaf by leaf, in units of the program's own rounding errors."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.fuzz import exact, oracle
+from tests.fuzz.oracle import Trajectory
+from tests.fuzz.running import Leg, values
+
+# Largest allowed ratio of a difference to the spread of the rounding errors. See README.md in this
+# folder for the ratios of correct runs.
+LIMIT = 64.0
+
+
+class Difference(NamedTuple):
+    """A result of a leg that differs from the oracle's.
+
+    Attributes:
+      what: the leg, the update, and the leaf or metric.
+      ratio: the difference in units of the spread; infinite if no rounding error explains it.
+      value, expected: norms of the two.
+    """
+
+    what: str
+    ratio: float
+    value: float
+    expected: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value:.6g}, not {self.expected:.6g} (ratio {self.ratio:.3g})"
+
+
+def compare(name: str, leg: Leg, exact_ones: Mapping[float, Trajectory]) -> list[Difference]:
+    """Returns the ratio of each leaf, metric and evaluation of a leg."""
+    found: list[Difference] = []
+    expected = exact_ones[0.0]
+    for update, state in sorted(leg.states.items()):
+        others = [each.states[update] for k, each in exact_ones.items() if k]
+        found += _trees(f"{name} update {update} ", state, expected.states[update], others)
+    for kind, field in (("train", "metrics"), ("eval", "evaluations")):
+        for update, record in values(leg.records, kind).items():
+            wanted = getattr(expected, field)[update]
+            others = [getattr(each, field)[update] for k, each in exact_ones.items() if k]
+            shared = {key: np.float32(value) for key, value in record.items() if key in wanted}
+            if kind == "eval" and record.keys() != wanted.keys():
+                found.append(Difference(f"{name} metrics of {kind} {update}", np.inf, 0, 0))
+            wanted = {key: np.asarray(wanted[key]) for key in shared}
+            some = [{key: np.asarray(each[key]) for key in shared} for each in others]
+            found += _trees(f"{name} {kind} {update} ", shared, wanted, some)
+    return found
+
+
+def _trees(name: str, actual: Any, expected: Any, others: list[Any]) -> list[Difference]:
+    if missing := actual.keys() ^ expected.keys():
+        return [Difference(f"{name}leaves {', '.join(sorted(missing)[:3])}", np.inf, 0, 0)]
+    return [
+        _leaf(f"{name}{path}", value, expected[path], [other[path] for other in others])
+        for path, value in actual.items()
+    ]
+
+
+def _leaf(name: str, actual: Any, expected: Any, others: list[Any]) -> Difference:
+    actual = np.asarray(actual)
+    if not exact.is_float(actual.dtype):
+        same = actual.shape == np.shape(expected) and np.array_equal(actual, expected)
+        return Difference(name, 0.0 if same else np.inf, 0.0, 0.0)
+    eps = float(jnp.finfo(actual.dtype).eps)
+    actual = actual.astype(np.float64)
+    if actual.shape != np.shape(expected):
+        return Difference(name, np.inf, 0.0, 0.0)
+    expected = np.asarray(expected, np.float64)
+    value, wanted = float(np.linalg.norm(actual)), float(np.linalg.norm(expected))
+    spreads = [float(np.linalg.norm(np.asarray(other) - expected)) for other in others]
+    # The last two have large errors: a discontinuity that they pass explains a difference itself.
+    small, large = max(spreads[:2]), max(spreads[2:])
+    spread = max(small, large / LIMIT, eps * wanted / 2, oracle_floor(eps))
+    gap = float(np.linalg.norm(actual - expected))
+    ratio = gap / spread if np.isfinite(gap) else np.inf
+    return Difference(name, ratio, value, wanted)
+
+
+def oracle_floor(eps: float) -> float:
+    """Returns the difference that always passes, for values that underflow in float32."""
+    return float(np.finfo(np.float32).tiny) / eps * oracle.SMALL

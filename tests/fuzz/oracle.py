@@ -1,0 +1,150 @@
+"""What a case must give: one device, one microbatch, jit, evaluated in float64 by `exact`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from ml_collections import ConfigDict
+
+from lamb_tpu import data
+from lamb_tpu.optim import schedule_free
+from lamb_tpu.parallel import backends, step
+from lamb_tpu.run.build import Run
+from tests import tiny
+from tests.fuzz import exact, families
+from tests.fuzz.case import Case
+from tests.fuzz.running import Arrays, arrays, prepared
+
+# Factors of the rounding errors: the spread of 1 and -1 measures the errors of smooth functions, and
+# the large one finds discontinuities, such as the sign of a value near 0.
+SMALL, LARGE = 1.0, 16.0
+LARGE_BFLOAT16 = 2.0  # 16 errors of bfloat16 are 12 %
+
+
+class Trajectory(NamedTuple):
+    """States, metrics and evaluations by the number of completed updates."""
+
+    states: dict[int, Arrays]
+    metrics: dict[int, dict[str, float]]
+    evaluations: dict[int, dict[str, float]]
+
+
+# Keys that the oracle sets: all of them promise not to change the numbers.
+ONE_DEVICE = {
+    "mesh": ConfigDict({"data": 1}),
+    "accumulation_steps": 1,
+    "parallel.backend": "jit",
+    "parallel.rules": (),
+    "parallel.optimizer_state": "replicated",
+    "parallel.exchange": ConfigDict({"name": "float32"}),
+    "statistics.noise_scale": False,
+    "statistics.preconditioned": False,
+    "statistics.halves": False,
+    "statistics.per_example": 0,
+    "loop.updates_per_call": 1,
+    "guards.desync_every": "0 steps",
+}
+
+
+def trajectories(case: Case) -> dict[float, Trajectory]:
+    """Returns the exact trajectory, and those with rounding errors, by the factor of the errors."""
+    oracle = Oracle(case)
+    factors = (0.0, SMALL, -SMALL, oracle.large, -oracle.large)
+    return {k: oracle.trajectory(k) for k in factors}
+
+
+class Oracle:
+    """The traced programs of a case on one device."""
+
+    def __init__(self, case: Case) -> None:
+        config = tiny.change(case.made(case.first), ONE_DEVICE)
+        exchange = case.first.get("parallel.exchange", {}).get("name", "float32")
+        self.run = run = prepared(config, 1)
+        self._state = run.first_state()
+        self._treedef = jax.tree.structure(self._state)
+        loader = data.TrainLoader(run.train_set, run.spec.batch_size, run.spec.seed)
+        self._batches = [loader.take(run.spec.batch_size) for _ in range(families.UPDATES)]
+        with mock.patch.object(backends.JitBackend, "reduce", _reduce(exchange)):
+            self._step = _Traced(run.make_train_step(), self._state, self._batches[0])
+        self._eval = _evaluation(run, self._state)
+        text = str(self._step.closed)
+        self.large = LARGE_BFLOAT16 if "bf16" in text else LARGE
+
+    def trajectory(self, k: float) -> Trajectory:
+        """Makes all updates and evaluations with the factor `k` of the rounding errors."""
+        found = Trajectory({}, {}, {})
+        flat = jax.tree.leaves(self._state)
+        for number, batch in enumerate(self._batches, start=1):
+            flat, sums = self.update(k, flat, batch)
+            found.metrics[number] = means(sums)
+            if number % families.SAVED == 0:
+                state = self._treedef.unflatten(flat)
+                found.states[number] = arrays(state)
+                found.evaluations[number] = self._eval(k, state)
+        return found
+
+    def update(self, k: float, flat: list[Any], batch: data.Batch) -> tuple[list[Any], Any]:
+        """Returns the flat state after an update, and the metric sums."""
+        state, sums = self._step(k, self._treedef.unflatten(flat), batch)
+        return jax.tree.leaves(state), sums
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics from pairs (sum, weight)."""
+    found = {name: float(a) / float(b) for name, (a, b) in sums.items() if b}
+    return {k: float(np.exp(v)) if k.endswith("perplexity") else v for k, v in found.items()}
+
+
+class _Traced:
+    """A traced program: `(k, *arguments) -> result` as NumPy arrays."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        traced = jax.jit(function).trace(*arguments) if not hasattr(function, "trace") else None
+        traced = traced or function.trace(*arguments)
+        self.closed, self._out = traced.jaxpr, jax.tree.structure(traced.out_info)
+
+    def __call__(self, k: float, *arguments: Any) -> Any:
+        return self._out.unflatten(exact.evaluate(self.closed, k, jax.tree.leaves(arguments)))
+
+
+def _evaluation(run: Run, state: Any) -> Callable[[float, Any], dict[str, float]]:
+    """Returns the evaluation of a state: the full set as one batch without padding."""
+    count = len(run.eval_set)
+    [batch] = data.eval_batches(run.eval_set, count)
+    program = _Traced(
+        step.make_eval_step(run.task, run.mesh), state.params, state.model_state, batch
+    )
+    averaged = None
+    if schedule_free.keeps_evaluation_params(state.opt_state):
+        averaged = _Traced(schedule_free.evaluation_params, state.opt_state, state.params)
+
+    def evaluate(k: float, state: Any) -> dict[str, float]:
+        params = averaged(k, state.opt_state, state.params) if averaged else state.params
+        found = means(program(k, params, state.model_state, batch))
+        if state.ema is not None:
+            of_averages = means(program(k, *state.ema, batch))
+            found |= {f"ema_{name}": value for name, value in of_averages.items()}
+        return found
+
+    return evaluate
+
+
+def _reduce(exchange: str) -> Callable[..., Any]:
+    """Returns `JitBackend.reduce` with the rounding of an exchange that only rounds."""
+    original = backends.JitBackend.reduce
+
+    def reduce(self: backends.JitBackend, grads: Any, residual: Any) -> tuple[Any, Any]:
+        if exchange == "bfloat16":
+            grads = jax.tree.map(lambda leaf: lax.reduce_precision(leaf, 8, 7), grads)
+        return original(self, grads, residual)
+
+    return reduce
+
+
+def is_rounding(exchange: Mapping[str, Any]) -> bool:
+    """Returns whether an exchange promises the sums up to rounding."""
+    return jnp is not None and exchange.get("name", "float32") in ("float32", "bfloat16")

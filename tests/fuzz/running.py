@@ -1,0 +1,99 @@
+"""Runs a leg of a case on some of the simulated devices, as a user's command would."""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from lamb_tpu import training
+from lamb_tpu.run.build import Run, prepare
+from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.train import train
+from tests.fuzz import families
+
+Arrays = dict[str, np.ndarray]
+
+
+class Leg(NamedTuple):
+    """Results of a leg.
+
+    Attributes:
+      run: the run, for its shapes and shardings.
+      states: the checkpoints, by the number of completed updates.
+      records: the records of metrics.jsonl.
+    """
+
+    run: Run
+    states: dict[int, Arrays]
+    records: list[dict[str, Any]]
+
+
+def prepared(config: ConfigDict, devices: int, workdir: pathlib.Path | None = None) -> Run:
+    """Builds a run on the first devices, with data sets that are loaded once."""
+    return prepare(config, workdir, jax.devices()[:devices], load=families.load)
+
+
+def arrays(tree: Any) -> Arrays:
+    """Returns the leaves by path; the carry has one row for each example in the batch's order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {
+        jax.tree_util.keystr(path): jax.random.key_data(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+        for path, leaf in leaves
+    }
+    found = jax.device_get(found)
+    carry, example = ".carry['value']", ".carry['example']"
+    if carry in found:
+        order = np.argsort(found[example])
+        found |= {carry: found[carry][order], example: found[example][order]}
+    return found
+
+
+def run_leg(config: ConfigDict, devices: int, workdir: pathlib.Path) -> Leg:
+    """Trains, or resumes the run in `workdir`, to its end."""
+    made: list[Run] = []
+
+    def preparing(config: Any, workdir: Any) -> Run:
+        made.append(prepared(config, devices, workdir))
+        return made[-1]
+
+    with mock.patch.object(training, "prepare", preparing):
+        train(config, workdir, quiet=True)
+    [run] = made
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return Leg(run, saved(run, workdir), records)
+
+
+def saved(run: Run, workdir: pathlib.Path) -> dict[int, Arrays]:
+    """Reads all checkpoints of a run."""
+    folder = workdir / "checkpoints"
+    with Checkpoints(folder, run.spec.checkpoint.keep, writes=False) as checkpoints:
+        return {
+            step: arrays(checkpoints.restore(step, run.saved_state(checkpoints._shapes(step)))[0])
+            for step in checkpoints.steps()
+        }
+
+
+def values(records: Sequence[Mapping[str, Any]], kind: str) -> dict[int, dict[str, float]]:
+    """Returns the numbers of the records of a kind, by update."""
+    return {record["step"]: _numbers(record) for record in records if record["kind"] == kind}
+
+
+_MEASURED = frozenset(
+    "step kind updates seconds seconds_with_startup examples_per_second tokens_per_second mfu "
+    "epoch sent_bytes".split()
+)
+
+
+def _numbers(record: Any) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in _MEASURED and isinstance(value, int | float)
+    }
