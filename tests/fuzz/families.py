@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lamb_tpu import data
+from lamb_tpu.models.bert_rules import PARAMETERS_SCANNED
 from tests import tiny
 from tests.fuzz import networks
 
@@ -84,8 +85,13 @@ def base(family: str) -> ConfigDict:
     """Returns the config of a family, without a case's changes."""
     make, values = FAMILIES[family]
     config = tiny.change(make(), _RUN | values)
-    config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.05, "rules": "all"})
+    config.optimizer = ConfigDict({"name": "sgd", "learning_rate": 0.05, "rules": rules(family)})
     return config
+
+
+def rules(family: str) -> Any:
+    """Returns rules that fit any optimizer: layers of a stack need `layer_axes`."""
+    return PARAMETERS_SCANNED if family == "bert_scanned" else "all"
 
 
 def first(source: data.Source, count: int) -> data.Source:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from ml_collections import ConfigDict
@@ -62,7 +61,7 @@ class Oracle:
 
     def __init__(self, case: Case) -> None:
         config = tiny.change(case.made(case.first), ONE_DEVICE)
-        exchange = case.first.get("parallel.exchange", {}).get("name", "float32")
+        exchange = case.config.get("parallel.exchange", {}).get("name", "float32")
         self.run = run = prepared(config, 1)
         self._state = run.first_state()
         self._treedef = jax.tree.structure(self._state)
@@ -144,7 +143,3 @@ def _reduce(exchange: str) -> Callable[..., Any]:
 
     return reduce
 
-
-def is_rounding(exchange: Mapping[str, Any]) -> bool:
-    """Returns whether an exchange promises the sums up to rounding."""
-    return jnp is not None and exchange.get("name", "float32") in ("float32", "bfloat16")

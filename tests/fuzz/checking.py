@@ -1,0 +1,55 @@
+"""Checks a rejection: before anything compiles, one sentence, and the same in any order of the keys."""
+
+import re
+from typing import Any
+
+import jax
+
+from lamb_tpu.errors import UserError
+from tests.fuzz.case import Case, num_devices
+from tests.fuzz.running import prepared
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compiles:
+    """Counts the programs that this process compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, seconds: float, **labels: Any) -> None:
+        self.count += event == _COMPILED
+
+
+def rejection(case: Case) -> UserError | None:
+    """Returns the error that rejects one of the legs; None if both are accepted."""
+    for config, setting in zip(case.legs(), (case.first, case.second)):
+        try:
+            prepared(config, num_devices(setting))
+        except UserError as error:
+            return error
+    return None
+
+
+def backwards(case: Case) -> Case:
+    """Returns the case with its keys in the reverse order."""
+    legs = (case.config, case.first, case.second)
+    return Case(case.family, *({k: v for k, v in reversed(leg.items())} for leg in legs))
+
+
+def problems(case: Case, error: UserError, compiled: int) -> list[str]:
+    """Returns what is wrong with a rejection; `compiled` is the number of programs before it."""
+    found = []
+    text = str(error)
+    if compiled:
+        found.append(f"{compiled} programs were compiled before the rejection")
+    if "\n" in text or re.search(r"[a-z)]\. [A-Z]", text):
+        found.append("the rejection is not one sentence")
+    if not (error.key and error.problem and error.remedy):
+        found.append("the rejection lacks a key, a problem or a remedy")
+    again = rejection(backwards(case))
+    if str(again) != text:
+        found.append(f"in the reverse order of the keys the rejection is {again}")
+    return [f"{each}: {text}" for each in found]
