@@ -7,7 +7,9 @@ import pathlib
 import sys
 import time
 
-os.environ["NPROC"] = "32"  # see tests/conftest.py: with few threads, simulated devices can deadlock
+os.environ["NPROC"] = (
+    "32"  # see tests/conftest.py: with few threads, simulated devices can deadlock
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 

@@ -112,7 +112,9 @@ def _dot(left: Any, right: Any, *, dimension_numbers: Any, **params: Any) -> Any
     batch = [left.shape[i] for i in left_batch]
     rows, columns = [left.shape[i] for i in left_free], [right.shape[i] for i in right_free]
     inner = math.prod(left.shape[i] for i in left_sums)
-    a = left.transpose((*left_batch, *left_free, *left_sums)).reshape((*batch, math.prod(rows), inner))
+    a = left.transpose((*left_batch, *left_free, *left_sums)).reshape(
+        (*batch, math.prod(rows), inner)
+    )
     b = right.transpose((*right_batch, *right_sums, *right_free))
     product = np.matmul(a, b.reshape((*batch, inner, math.prod(columns))))
     return product.reshape((*batch, *rows, *columns))

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.fuzz import exact, oracle
 from tests.fuzz.oracle import Trajectory
-from tests.fuzz.running import Leg, values
+from tests.fuzz.running import Leg
 
 # Largest allowed ratio of a difference to the spread of the rounding errors. See README.md in this
 # folder for the ratios of correct runs.
@@ -40,16 +40,23 @@ def compare(name: str, leg: Leg, exact_ones: Mapping[float, Trajectory]) -> list
     for update, state in sorted(leg.states.items()):
         others = [each.states[update] for k, each in exact_ones.items() if k]
         found += _trees(f"{name} update {update} ", state, expected.states[update], others)
-    for kind, field in (("train", "metrics"), ("eval", "evaluations")):
-        for update, record in values(leg.records, kind).items():
-            wanted = getattr(expected, field)[update]
-            others = [getattr(each, field)[update] for k, each in exact_ones.items() if k]
-            shared = {key: np.float32(value) for key, value in record.items() if key in wanted}
-            if kind == "eval" and record.keys() != wanted.keys():
-                found.append(Difference(f"{name} metrics of {kind} {update}", np.inf, 0, 0))
-            wanted = {key: np.asarray(wanted[key]) for key in shared}
-            some = [{key: np.asarray(each[key]) for key in shared} for each in others]
-            found += _trees(f"{name} {kind} {update} ", shared, wanted, some)
+    for record in leg.records:
+        kind, update = record["kind"], record["step"]
+        if kind not in ("train", "eval"):
+            continue
+        count = record.get("updates", 1)
+        wanted = expected.metrics(kind, update, count)
+        others = [each.metrics(kind, update, count) for k, each in exact_ones.items() if k]
+        shared = {key: np.float32(value) for key, value in record.items() if key in wanted}
+        if missing := wanted.keys() - shared.keys():
+            what = f"{name} {kind} {update} lacks {', '.join(sorted(missing))}"
+            found.append(Difference(what, np.inf, 0, 0))
+        found += _trees(
+            f"{name} {kind} {update} ",
+            shared,
+            {key: wanted[key] for key in shared},
+            [{key: each[key] for key in shared} for each in others],
+        )
     return found
 
 

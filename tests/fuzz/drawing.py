@@ -100,6 +100,7 @@ def _schedule(rng: Draw, family: str) -> Values:
         found |= {"schedule.decay_factor": 0.5, "schedule.decay_every": "1 steps"}
     if decay == "step":
         found |= {"schedule.decay_factor": 0.5, "schedule.boundaries": "2 steps, 3 steps"}
+        found["schedule.decay_from"] = "zero"
     if chance(rng, 0.3):
         found["schedule.scaling"] = rng.choice(("linear", "sqrt", "legw"))
         found["schedule.base_batch_size"] = 8

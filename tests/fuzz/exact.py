@@ -34,10 +34,12 @@ _CHOOSING = frozenset(
 )
 _INLINED = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr".split()
+    "custom_vjp_call_jaxpr shard_map".split()
 )
+# Collectives of one device are identities too.
 _IDENTITIES = frozenset(
-    "sharding_constraint layout_constraint optimization_barrier reduce_precision".split()
+    "sharding_constraint layout_constraint optimization_barrier reduce_precision psum "
+    "psum_invariant all_gather pvary mesh_cast".split()
 )
 _SCATTERS: dict[str, Callable[..., jax.Array]] = {
     "scatter": lax.scatter,
@@ -141,6 +143,8 @@ class _Evaluation:
             return self.call(params.get("jaxpr", params.get("call_jaxpr")), inputs)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(params, inputs)
+        if name == "axis_index":
+            return [np.int32(0)]
         if name == "convert_element_type":
             return [_converted(inputs[0], equation)]
         if name == "bitcast_convert_type":
@@ -155,7 +159,9 @@ class _Evaluation:
         if any(isinstance(value, core.ClosedJaxpr | core.Jaxpr) for value in params.values()):
             raise NotImplementedError(f"{name} calls a program and has no rule")
         found = equation.primitive.bind(*map(_as_jax, inputs), **_wide(params))
-        return [widened(each) for each in (found if equation.primitive.multiple_results else [found])]
+        return [
+            widened(each) for each in (found if equation.primitive.multiple_results else [found])
+        ]
 
     def _scan(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         consts, carried = params["num_consts"], params["num_carry"]

@@ -25,11 +25,20 @@ LARGE_BFLOAT16 = 2.0  # 16 errors of bfloat16 are 12 %
 
 
 class Trajectory(NamedTuple):
-    """States, metrics and evaluations by the number of completed updates."""
+    """States, metric sums and evaluations by the number of completed updates.
+
+    The sums are pairs (sum, weight) of one update.
+    """
 
     states: dict[int, Arrays]
-    metrics: dict[int, dict[str, float]]
+    sums: dict[int, dict[str, Any]]
     evaluations: dict[int, dict[str, float]]
+
+    def metrics(self, kind: str, update: int, count: int) -> dict[str, float]:
+        """Returns the metrics of a record after `update`, which covers `count` updates."""
+        if kind == "eval":
+            return self.evaluations[update]
+        return means(*(self.sums[each] for each in range(update - count + 1, update + 1)))
 
 
 # Keys that the oracle sets: all of them promise not to change the numbers.
@@ -79,7 +88,7 @@ class Oracle:
         flat = jax.tree.leaves(self._state)
         for number, batch in enumerate(self._batches, start=1):
             flat, sums = self.update(k, flat, batch)
-            found.metrics[number] = means(sums)
+            found.sums[number] = sums
             if number % families.SAVED == 0:
                 state = self._treedef.unflatten(flat)
                 found.states[number] = arrays(state)
@@ -92,9 +101,14 @@ class Oracle:
         return jax.tree.leaves(state), sums
 
 
-def means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics from pairs (sum, weight)."""
-    found = {name: float(a) / float(b) for name, (a, b) in sums.items() if b}
+def means(*updates: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics of some updates or batches from their pairs (sum, weight)."""
+    names = [name for name in updates[0] if any(each[name][1] for each in updates)]
+    found = {
+        name: sum(float(each[name][0]) for each in updates)
+        / sum(float(each[name][1]) for each in updates)
+        for name in names
+    }
     return {k: float(np.exp(v)) if k.endswith("perplexity") else v for k, v in found.items()}
 
 
@@ -142,4 +156,3 @@ def _reduce(exchange: str) -> Callable[..., Any]:
         return original(self, grads, residual)
 
     return reduce
-

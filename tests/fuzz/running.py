@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +11,7 @@ from ml_collections import ConfigDict
 
 from lamb_tpu import training
 from lamb_tpu.run.build import Run, prepare
-from lamb_tpu.store.checkpoint import Checkpoints
+from lamb_tpu.run.session import Session
 from lamb_tpu.train import train
 from tests.fuzz import families
 
@@ -24,7 +23,7 @@ class Leg(NamedTuple):
 
     Attributes:
       run: the run, for its shapes and shardings.
-      states: the checkpoints, by the number of completed updates.
+      states: the saved states, by the number of completed updates.
       records: the records of metrics.jsonl.
     """
 
@@ -58,42 +57,22 @@ def arrays(tree: Any) -> Arrays:
 def run_leg(config: ConfigDict, devices: int, workdir: pathlib.Path) -> Leg:
     """Trains, or resumes the run in `workdir`, to its end."""
     made: list[Run] = []
+    states: dict[int, Arrays] = {}
+    save = Session.save
 
     def preparing(config: Any, workdir: Any) -> Run:
         made.append(prepared(config, devices, workdir))
         return made[-1]
 
-    with mock.patch.object(training, "prepare", preparing):
+    def saving(self: Session, step: int, state: Any, position: Any) -> None:
+        states[step] = arrays(state)
+        save(self, step, state, position)
+
+    with (
+        mock.patch.object(training, "prepare", preparing),
+        mock.patch.object(Session, "save", saving),
+    ):
         train(config, workdir, quiet=True)
     [run] = made
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return Leg(run, saved(run, workdir), records)
-
-
-def saved(run: Run, workdir: pathlib.Path) -> dict[int, Arrays]:
-    """Reads all checkpoints of a run."""
-    folder = workdir / "checkpoints"
-    with Checkpoints(folder, run.spec.checkpoint.keep, writes=False) as checkpoints:
-        return {
-            step: arrays(checkpoints.restore(step, run.saved_state(checkpoints._shapes(step)))[0])
-            for step in checkpoints.steps()
-        }
-
-
-def values(records: Sequence[Mapping[str, Any]], kind: str) -> dict[int, dict[str, float]]:
-    """Returns the numbers of the records of a kind, by update."""
-    return {record["step"]: _numbers(record) for record in records if record["kind"] == kind}
-
-
-_MEASURED = frozenset(
-    "step kind updates seconds seconds_with_startup examples_per_second tokens_per_second mfu "
-    "epoch sent_bytes".split()
-)
-
-
-def _numbers(record: Any) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in record.items()
-        if name not in _MEASURED and isinstance(value, int | float)
-    }
+    return Leg(run, states, records)
