@@ -13,15 +13,15 @@ os.environ["NPROC"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
-from tests import compiling  # noqa: E402
+from tests import compiling
 
 os.environ.setdefault("XLA_FLAGS", compiling.flags())
 
-import jax  # noqa: E402
+import jax
 
-from tests.fuzz import checking, shrinking, summary, trying  # noqa: E402
-from tests.fuzz.case import Case  # noqa: E402
-from tests.fuzz.drawing import draw  # noqa: E402
+from tests.fuzz import checking, shrinking, summary, trying
+from tests.fuzz.case import Case
+from tests.fuzz.drawing import draw
 
 MOST_BYTES = 2.5 * 2**30
 SHRINKING_SECONDS = 300.0

@@ -36,7 +36,7 @@ def rejection(case: Case) -> UserError | None:
 def backwards(case: Case) -> Case:
     """Returns the case with its keys in the reverse order."""
     legs = (case.config, case.first, case.second)
-    return Case(case.family, *({k: v for k, v in reversed(leg.items())} for leg in legs))
+    return Case(case.family, *(dict(reversed(leg.items())) for leg in legs))
 
 
 def problems(case: Case, error: UserError, compiled: int) -> list[str]:

@@ -58,13 +58,6 @@ ONE_DEVICE = {
 }
 
 
-def trajectories(case: Case) -> dict[float, Trajectory]:
-    """Returns the exact trajectory, and those with rounding errors, by the factor of the errors."""
-    oracle = Oracle(case)
-    factors = (0.0, SMALL, -SMALL, oracle.large, -oracle.large)
-    return {k: oracle.trajectory(k) for k in factors}
-
-
 class Oracle:
     """The traced programs of a case on one device."""
 
@@ -72,21 +65,25 @@ class Oracle:
         config = tiny.change(case.made(case.first), ONE_DEVICE)
         exchange = case.config.get("parallel.exchange", {}).get("name", "float32")
         self.run = run = prepared(config, 1)
-        self._state = run.first_state()
-        self._treedef = jax.tree.structure(self._state)
+        self.state = run.first_state()
+        self._treedef = jax.tree.structure(self.state)
         loader = data.TrainLoader(run.train_set, run.spec.batch_size, run.spec.seed)
-        self._batches = [loader.take(run.spec.batch_size) for _ in range(families.UPDATES)]
+        self.batches = [loader.take(run.spec.batch_size) for _ in range(families.UPDATES)]
         with mock.patch.object(backends.JitBackend, "reduce", _reduce(exchange)):
-            self._step = _Traced(run.make_train_step(), self._state, self._batches[0])
-        self._eval = _evaluation(run, self._state)
-        text = str(self._step.closed)
-        self.large = LARGE_BFLOAT16 if "bf16" in text else LARGE
+            self._step = _Traced(run.make_train_step(), self.state, self.batches[0])
+        self._eval = _evaluation(run, self.state)
+        self.text = str(self._step.closed)
+        self.large = LARGE_BFLOAT16 if "bf16" in self.text else LARGE
+
+    def trajectories(self) -> dict[float, Trajectory]:
+        """Returns the exact trajectory, and those with rounding errors, by their factor."""
+        return {k: self.trajectory(k) for k in (0.0, SMALL, -SMALL, self.large, -self.large)}
 
     def trajectory(self, k: float) -> Trajectory:
         """Makes all updates and evaluations with the factor `k` of the rounding errors."""
         found = Trajectory({}, {}, {})
-        flat = jax.tree.leaves(self._state)
-        for number, batch in enumerate(self._batches, start=1):
+        flat = jax.tree.leaves(self.state)
+        for number, batch in enumerate(self.batches, start=1):
             flat, sums = self.update(k, flat, batch)
             found.sums[number] = sums
             if number % families.SAVED == 0:

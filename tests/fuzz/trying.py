@@ -4,12 +4,11 @@ import dataclasses
 import pathlib
 import tempfile
 import traceback
-from typing import Any
 
 import numpy as np
 
 from tests import tiny
-from tests.fuzz import checking, comparing, families, oracle, running
+from tests.fuzz import checking, comparing, families, oracle, reference, running
 from tests.fuzz.case import Case, num_devices
 from tests.fuzz.comparing import LIMIT, Difference
 
@@ -58,8 +57,11 @@ def _differences(case: Case) -> list[Difference]:
         tiny.cut(folder / "first", folder / "second", families.SAVED)
         config = case.made(case.second)
         second = running.run_leg(config, num_devices(case.second), folder / "second")
-    exact_ones = oracle.trajectories(case)
-    found: list[Any] = []
-    for leg, results in (("first", first), ("second", second)):
+    legs = {"first": first, "second": second}
+    made = oracle.Oracle(case)
+    exact_ones = made.trajectories()
+    found = reference.rates(case, legs) + reference.dtypes(case, made)
+    found += reference.trajectory(case, made, exact_ones)
+    for leg, results in legs.items():
         found += comparing.compare(leg, results, exact_ones)
     return found
