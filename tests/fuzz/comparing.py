@@ -13,6 +13,8 @@ from tests.fuzz.running import Leg
 # Largest allowed ratio of a difference to the spread of the rounding errors. See README.md in this
 # folder for the ratios of correct runs.
 LIMIT = 64.0
+# In bfloat16 some outputs are equal or nearly so; the largest share of examples whose class flips.
+FLIPS = 0.15
 
 
 class Difference(NamedTuple):
@@ -57,20 +59,23 @@ def compare(name: str, leg: Leg, exact_ones: Mapping[float, Trajectory]) -> list
             shared,
             {key: wanted[key] for key in shared},
             [{key: each[key] for key in shared} for each in others],
+            oracle.LARGE not in exact_ones,
         )
     return found
 
 
-def _trees(name: str, actual: Any, expected: Any, others: list[Any]) -> list[Difference]:
+def _trees(
+    name: str, actual: Any, expected: Any, others: list[Any], is_coarse: bool = False
+) -> list[Difference]:
     if missing := actual.keys() ^ expected.keys():
         return [Difference(f"{name}leaves {', '.join(sorted(missing)[:3])}", np.inf, 0, 0)]
     return [
-        _leaf(f"{name}{path}", value, expected[path], [other[path] for other in others])
+        _leaf(f"{name}{path}", value, expected[path], [other[path] for other in others], is_coarse)
         for path, value in actual.items()
     ]
 
 
-def _leaf(name: str, actual: Any, expected: Any, others: list[Any]) -> Difference:
+def _leaf(name: str, actual: Any, expected: Any, others: list[Any], is_coarse: bool) -> Difference:
     actual = np.asarray(actual)
     if not exact.is_float(actual.dtype):
         same = actual.shape == np.shape(expected) and np.array_equal(actual, expected)
@@ -85,6 +90,8 @@ def _leaf(name: str, actual: Any, expected: Any, others: list[Any]) -> Differenc
     # The last two have large errors: a discontinuity that they pass explains a difference itself.
     small, large = max(spreads[:2]), max(spreads[2:])
     spread = max(small, large / LIMIT, eps * wanted / 2, oracle_floor(eps))
+    if is_coarse and name.endswith("accuracy"):
+        spread += FLIPS / LIMIT
     gap = float(np.linalg.norm(actual - expected))
     ratio = gap / spread if np.isfinite(gap) else np.inf
     return Difference(name, ratio, value, wanted)

@@ -38,6 +38,13 @@ def _schedule(spec: Any, examples: int) -> textbook.Schedule:
     return textbook.schedule(keys, keys["optimizer.learning_rate"], examples, families.UPDATES)
 
 
+def dtypes(case: Case, oracle: Oracle) -> list[Difference]:
+    """Checks that a case without bfloat16 computes nothing and stores nothing in bfloat16."""
+    if "bfloat16" in case.to_json() or "bf16" not in oracle.text:
+        return []
+    return [Difference("the step has values in bfloat16, and the config has not", np.inf, 0, 0)]
+
+
 def trajectory(case: Case, oracle: Oracle, exact_ones: dict[float, Trajectory]) -> list[Difference]:
     """Compares the oracle's parameters, averages and losses with the formulas, if they cover the case."""
     optimizer = case.config.get("optimizer", {"name": "sgd", "rules": "all"})
