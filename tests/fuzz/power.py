@@ -7,6 +7,7 @@ finds a failure. The first line of a patch says what is wrong.
 import argparse
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,12 +29,14 @@ class Found(NamedTuple):
       seconds: time until the fuzzer printed a failure, with its start; None if it found none.
       problem: the first problem of the failing case.
       case: the command of the failing case, shrunk if there was time.
+      is_false: whether the case fails without the fault too.
     """
 
     fault: str
     seconds: float | None
     problem: str
     case: str
+    is_false: bool = False
 
 
 def copy_of_tree(folder: pathlib.Path, patch: pathlib.Path) -> None:
@@ -71,7 +74,13 @@ def find(patch: pathlib.Path, minutes: float, seed: int, shrink: float) -> Found
     problem = "" if failure is None else lines[failure + 1].strip()
     commands = [line.strip() for line in lines if line.strip().startswith(("smallest:", "failed:"))]
     case = re.sub(r"^(smallest|failed): ", "", commands[-1]) if commands else ""
-    return Found(patch.stem, seconds, problem, case)
+    return Found(patch.stem, seconds, problem, case, bool(case) and fails_here(case))
+
+
+def fails_here(case: str) -> bool:
+    """Returns whether a case fails in the tree without faults."""
+    command = [sys.executable, *shlex.split(case)[1:]]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode != 0
 
 
 def main(arguments: list[str]) -> int:
@@ -88,7 +97,7 @@ def main(arguments: list[str]) -> int:
     for number, patch in enumerate(chosen, start=1):
         results.append(find(patch, flags.minutes, flags.seed, flags.shrink))
         print(f"{number} of {len(chosen)}: {row(results[-1])}", flush=True)
-    missed = sum(each.seconds is None for each in results)
+    missed = sum(each.seconds is None or each.is_false for each in results)
     print("\n| fault | seconds | problem | case |\n|---|---|---|---|")
     for result in results:
         print(row(result))
@@ -99,6 +108,8 @@ def main(arguments: list[str]) -> int:
 def row(found: Found) -> str:
     """Returns the row of a fault in the table."""
     seconds = "not found" if found.seconds is None else f"{found.seconds:.0f}"
+    if found.is_false:
+        seconds = "false alarm"
     return f"| {found.fault} | {seconds} | {found.problem} | {found.case} |"
 
 

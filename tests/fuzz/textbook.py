@@ -42,7 +42,9 @@ def schedule(keys: Mapping[str, Any], rate: float, examples: int, total: int) ->
     factor, scaling = batch / key("base_batch_size"), key("scaling")
     powers = {"identity": 0.0, "linear": 1.0, "sqrt": 0.5, "legw": 0.5}
     peak = rate * factor ** powers[scaling]
-    warmup = updates_of(key("warmup"), batch, examples) * (factor if scaling == "legw" else 1.0)
+    # LEGW's warm-up is given for the base batch; k times the batch has k times as many epochs.
+    of_warmup = key("base_batch_size") if scaling == "legw" else batch
+    warmup = updates_of(key("warmup"), of_warmup, examples)
     start = key("start_factor") * peak
     begins = warmup if key("decay_from") == "warmup" else 0.0
     times = [
