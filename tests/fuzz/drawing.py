@@ -13,7 +13,7 @@ from tests.fuzz.case import Case
 Draw = random.Random
 Values = dict[str, Any]
 
-WEIGHTS = {"mlp": 4, "cnn": 4, "row_lstm": 1, "bert": 2, "bert_scanned": 1, "lstm": 2}
+WEIGHTS = {"mlp": 6, "cnn": 5, "row_lstm": 1, "bert": 2, "bert_scanned": 2, "lstm": 3}
 # Optimizers that sum over devices by themselves promise no trajectory; see `promises`.
 SENDERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 NAMES = tuple(name for name in OPTIMIZERS if name not in SENDERS)
@@ -29,10 +29,40 @@ def draw(seed: int) -> Case:
     config: Values = {}
     for feature in (_network, _optimizer, _schedule, _rest):
         config |= feature(rng, family)
-    exchanges = rng.random() < 0.12
+    if chance(rng, 0.08):
+        return _lossy(rng, family, config)
+    exchanges = rng.random() < 0.1
     if exchanges:
         config["parallel.exchange"] = {"name": "bfloat16"}
     settings = [_setting(rng, family, exchanges) for _ in range(2)]
+    return Case(family, config, *settings)
+
+
+def _lossy(rng: Draw, family: str, config: Values) -> Case:
+    """Returns a case of an exchange with error feedback: plain SGD, with each update saved."""
+    family = "mlp" if family == "lstm" else family
+    kept = ("accumulation_steps", "seed", "task.label_smoothing")
+    config = {key: value for key, value in config.items() if key in kept}
+    if family == "cnn":
+        config["model.group_size"] = 2
+    if family.startswith("bert"):
+        config.pop("task.label_smoothing", None)
+    exchange = rng.choice(
+        (
+            {"name": "onebit"},
+            {"name": "topk", "ratio": 0.1},
+            {"name": "ef14", "compressor": "sign"},
+            {"name": "ef14", "ratio": 0.05},
+        )
+    )
+    optimizer = {"name": "sgd", "learning_rate": 0.1, "rules": families.rules(family)}
+    config |= {"parallel.exchange": exchange, "checkpoint.every": "1 steps", "optimizer": optimizer}
+    settings: list[Values] = []
+    for _ in range(2):
+        setting = {"mesh.data": rng.choice((2, 4, 8)), "parallel.backend": "shard_map"}
+        if chance(rng, 0.4):
+            setting["parallel.optimizer_state"] = "zero1"
+        settings.append(setting)
     return Case(family, config, *settings)
 
 
@@ -151,9 +181,9 @@ def _measures(rng: Draw) -> Values:
     found: Values = {}
     options: tuple[tuple[float, Callable[[], Values]], ...] = (
         (0.12, lambda: {"statistics.noise_scale": True}),
-        (0.08, lambda: {"statistics.preconditioned": True}),
+        (0.05, lambda: {"statistics.preconditioned": True}),
         (0.08, lambda: {"statistics.halves": True}),
-        (0.1, lambda: {"statistics.per_example": 2, "statistics.interval": rng.choice((1, 2))}),
+        (0.1, lambda: {"statistics.per_example": 4, "statistics.interval": rng.choice((1, 2))}),
         (0.15, lambda: {"loop.updates_per_call": 2, "log.every": "2 steps"}),
         (0.15, lambda: {"guards.max_skipped": 2}),
         (0.15, lambda: {"guards.desync_every": "1 steps"}),

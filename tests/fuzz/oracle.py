@@ -16,6 +16,7 @@ from lamb_tpu.run.build import Run
 from tests import tiny
 from tests.fuzz import exact, families
 from tests.fuzz.case import Case
+from tests.fuzz.losses import Gradients
 from tests.fuzz.running import Arrays, arrays, prepared
 
 # Factors of the rounding errors: the spread of 1 and -1 measures the errors of smooth functions, and
@@ -72,6 +73,7 @@ class Oracle:
         with mock.patch.object(backends.JitBackend, "reduce", _reduce(exchange)):
             self._step = _Traced(run.make_train_step(), self.state, self.batches[0])
         self._eval = _evaluation(run, self.state)
+        self.gradients = Gradients(run, self.state.key)
         self.text = str(self._step.closed)
         self.large = LARGE_BFLOAT16 if "bf16" in self.text else LARGE
 
@@ -91,6 +93,14 @@ class Oracle:
                 found.states[number] = arrays(state)
                 found.evaluations[number] = self._eval(k, state)
         return found
+
+    def gradient(
+        self, state: Any, update: int, batch: data.Batch | None = None, first: int = 0
+    ) -> tuple[float, Any]:
+        """Returns the loss and its gradient at a state, by default for the update's full batch."""
+        rows = self.batches[update] if batch is None else batch
+        loss, _, grads = self.gradients(state.params, state.model_state, update, rows, first)
+        return loss, grads
 
     def update(self, k: float, flat: list[Any], batch: data.Batch) -> tuple[list[Any], Any]:
         """Returns the flat state after an update, and the metric sums."""

@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from lamb_tpu.models.dropout import example_positions
 from lamb_tpu.optim import parameters
+from lamb_tpu.run.build import Run
 from lamb_tpu.spec import flatten
 from tests.fuzz import exact, families, textbook
 from tests.fuzz.case import Case
@@ -23,7 +22,7 @@ def rates(case: Case, legs: dict[str, Leg]) -> list[Difference]:
     """Compares the learning rate of each record with the schedule's formula."""
     found = []
     for name, leg in legs.items():
-        rate = _schedule(leg.run.spec, len(leg.run.train_set))
+        rate = schedule_of(leg.run)
         for record in leg.records:
             if record["kind"] == "train":
                 expected = rate(record["step"] - 1)
@@ -33,9 +32,11 @@ def rates(case: Case, legs: dict[str, Leg]) -> list[Difference]:
     return found
 
 
-def _schedule(spec: Any, examples: int) -> textbook.Schedule:
-    keys = flatten(spec)
-    return textbook.schedule(keys, keys["optimizer.learning_rate"], examples, families.UPDATES)
+def schedule_of(run: Run) -> textbook.Schedule:
+    """Returns the learning rate of a run by its formula."""
+    keys = flatten(run.spec)
+    rate = keys["optimizer.learning_rate"]
+    return textbook.schedule(keys, rate, len(run.train_set), families.UPDATES)
 
 
 def dtypes(case: Case, oracle: Oracle) -> list[Difference]:
@@ -63,71 +64,32 @@ class _Reference:
         self._start = self._named(state.params)
         self._decay = case.config.get("ema.decay", 0.0)
         self._model_state = jax.tree.map(exact.widened, state.model_state)
-        self._key = state.key
-        rate = _schedule(self._run.spec, len(self._run.train_set))
+        rate = schedule_of(self._run)
         fields = {**optimizer, "rules": optimizer.get("rules", families.rules(case.family))}
         self._optimizer = textbook.Optimizer(fields, rate, case.family == "bert_scanned")
-        mixes = bool(getattr(self._run.task, "mixed_by", ()))
-        is_image = "image" in oracle.batches[0]
-        self._loss = self._task_loss if mixes or not is_image else self._classification_loss
-        self._smoothing = getattr(self._run.task, "label_smoothing", 0.0)
 
     def _named(self, tree: Any) -> textbook.Leaves:
         return dict(zip(self._paths, map(exact.widened, jax.tree.leaves(tree)), strict=True))
-
-    def _classification_loss(
-        self, params: Any, model_state: Any, batch: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        """The mean over examples of -sum of target * log probability."""
-        task = self._run.task
-        images = (batch["image"].astype(jnp.float32) - task.input_mean) / task.input_std
-        variables = {"params": params, **model_state}
-        logits, state = task.model.apply(variables, images, train=True, key=key)
-        classes = logits.shape[-1]
-        shifted = logits - jnp.max(logits, -1, keepdims=True)
-        chances = jnp.exp(shifted) / jnp.sum(jnp.exp(shifted), -1, keepdims=True)
-        is_label = batch["label"][:, None] == jnp.arange(classes)
-        target = jnp.where(is_label, 1.0 - self._smoothing, 0.0) + self._smoothing / classes
-        return jnp.mean(jnp.sum(-target * jnp.log(chances), -1)), state
-
-    def _task_loss(
-        self, params: Any, model_state: Any, batch: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        task = self._run.task
-        terms, (state, _) = task.loss(params, model_state, batch, key)
-        weights = task.weights(batch)
-        return sum(terms[name] / weights[name] for name in terms), state
-
-    def _gradients(self, params: Any, model_state: Any, batch: Any, step: jax.Array) -> Any:
-        rows = len(next(iter(batch.values())))
-        key = jax.random.fold_in(self._key, step)
-        with example_positions(jnp.arange(rows, dtype=jnp.int32)):
-            return jax.value_and_grad(self._loss, has_aux=True)(params, model_state, batch, key)
 
     def compared(self, exact_ones: dict[float, Trajectory]) -> list[Difference]:
         """Returns the differences of all updates."""
         found: list[Difference] = []
         params, expected = self._start, exact_ones[0.0]
         average = dict(params)
-        traced = None
         for number, batch in enumerate(self._oracle.batches):
             tree = self._treedef.unflatten(list(params.values()))
-            arguments = (tree, self._model_state, batch, np.int32(number))
-            if traced is None:
-                like = (self._oracle.state.params, self._oracle.state.model_state)
-                traced = jax.jit(self._gradients).trace(*like, *arguments[2:])
-                out = jax.tree.structure(traced.out_info)
-            flat = exact.evaluate(traced.jaxpr, 0.0, jax.tree.leaves(arguments))
-            (loss, self._model_state), grads = out.unflatten(flat)
+            loss, self._model_state, grads = self._oracle.gradients(
+                tree, self._model_state, number, batch
+            )
             params = self._optimizer.step(params, self._named(grads))
             average = {
                 path: textbook.averaged(average[path], params[path], self._decay, number)
                 for path in params
             }
             value = float(expected.sums[number + 1]["loss"][0])
-            gap = abs(value - float(loss)) / max(abs(float(loss)), 1e-6) / CLOSE
+            gap = abs(value - loss) / max(abs(loss), 1e-6) / CLOSE
             what = f"oracle's loss of update {number + 1}, by its formula"
-            found.append(Difference(what, gap * LIMIT, value, float(loss)))
+            found.append(Difference(what, gap * LIMIT, value, loss))
             if number + 1 in expected.states:
                 found += self._leaves(number + 1, params, average, exact_ones)
         return found
