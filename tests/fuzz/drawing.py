@@ -31,11 +31,26 @@ def draw(seed: int) -> Case:
         config |= feature(rng, family)
     if chance(rng, 0.08):
         return _lossy(rng, family, config)
+    if family != "lstm" and chance(rng, 0.12):
+        _ramp(rng, family, config)
     exchanges = rng.random() < 0.1
     if exchanges:
         config["parallel.exchange"] = {"name": "bfloat16"}
     settings = [_setting(rng, family, exchanges) for _ in range(2)]
     return Case(family, config, *settings)
+
+
+def _ramp(rng: Draw, family: str, config: Values) -> None:
+    """Adds a batch size that grows and shrinks, in three updates."""
+    batch = families.batch_size(family)
+    points = rng.choice(([[0, batch], [batch, 2 * batch]], [[0, batch], [1, 2 * batch]]))
+    config["batch_rule"] = {"name": "ramp", "points": points}
+    if chance(rng, 0.5):
+        config["batch_rule"]["scaling"] = rng.choice(("linear", "sqrt"))
+    for key in ("task.mixup_alpha", "task.cutmix_alpha"):
+        config.pop(key, None)
+    if family == "cnn" or "model.batch_norm" in config:
+        config.setdefault("model.group_size", 4)
 
 
 def _lossy(rng: Draw, family: str, config: Values) -> Case:

@@ -89,6 +89,11 @@ def base(family: str) -> ConfigDict:
     return config
 
 
+def batch_size(family: str) -> int:
+    """Returns the batch size of a family."""
+    return int(FAMILIES[family][1].get("batch_size", _RUN["batch_size"]))
+
+
 def rules(family: str) -> Any:
     """Returns rules that fit any optimizer: layers of a stack need `layer_axes`."""
     return PARAMETERS_SCANNED if family == "bert_scanned" else "all"

@@ -1,6 +1,6 @@
 """What a case must give: one device, one microbatch, jit, evaluated in float64 by `exact`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,9 +12,11 @@ from ml_collections import ConfigDict
 from lamb_tpu import data
 from lamb_tpu.optim import schedule_free
 from lamb_tpu.parallel import backends, step
+from lamb_tpu.parallel.update import make_update
 from lamb_tpu.run.build import Run
+from lamb_tpu.spec import flatten
 from tests import tiny
-from tests.fuzz import exact, families
+from tests.fuzz import exact, families, textbook
 from tests.fuzz.case import Case
 from tests.fuzz.losses import Gradients
 from tests.fuzz.running import Arrays, arrays, prepared
@@ -68,13 +70,21 @@ class Oracle:
         self.run = run = prepared(config, 1)
         self.state = run.first_state()
         self._treedef = jax.tree.structure(self.state)
-        loader = data.TrainLoader(run.train_set, run.spec.batch_size, run.spec.seed)
-        self.batches = [loader.take(run.spec.batch_size) for _ in range(families.UPDATES)]
+        total = families.UPDATES * run.spec.batch_size
+        rule = case.config.get("batch_rule")
+        self.sizes = textbook.batch_sizes(rule, run.spec.batch_size, total)
+        self.batches = _batches(run, self.sizes)
+        starts = np.cumsum([0, *self.sizes[:-1]]) / run.spec.batch_size
+        self.rates = textbook.rates(rule, schedule_of(run), starts, self.sizes)
+        self._saved = {families.SAVED, len(self.sizes)}
+        self._steps: dict[int, _Traced] = {}
         with mock.patch.object(backends.JitBackend, "reduce", _reduce(exchange)):
-            self._step = _Traced(run.make_train_step(), self.state, self.batches[0])
+            for batch, size in zip(self.batches, self.sizes, strict=True):
+                if size not in self._steps:
+                    self._steps[size] = _Traced(_step(run), self.state, batch, np.float32(0))
         self._eval = _evaluation(run, self.state)
         self.gradients = Gradients(run, self.state.key)
-        self.text = str(self._step.closed)
+        self.text = "".join(str(each.closed) for each in self._steps.values())
         self.large = LARGE_BFLOAT16 if "bf16" in self.text else LARGE
 
     def trajectories(self) -> dict[float, Trajectory]:
@@ -85,11 +95,11 @@ class Oracle:
         """Makes all updates and evaluations with the factor `k` of the rounding errors."""
         found = Trajectory({}, {}, {})
         flat = jax.tree.leaves(self.state)
-        for number, batch in enumerate(self.batches, start=1):
-            flat, sums = self.update(k, flat, batch)
-            found.sums[number] = sums
-            if number % families.SAVED == 0:
-                state = self._treedef.unflatten(flat)
+        for number, (batch, rate) in enumerate(zip(self.batches, self.rates, strict=True), start=1):
+            step_of = self._steps[self.sizes[number - 1]]
+            state, sums = step_of(k, self._treedef.unflatten(flat), batch, np.float64(rate))
+            flat, found.sums[number] = jax.tree.leaves(state), sums
+            if number in self._saved:
                 found.states[number] = arrays(state)
                 found.evaluations[number] = self._eval(k, state)
         return found
@@ -102,10 +112,47 @@ class Oracle:
         loss, _, grads = self.gradients(state.params, state.model_state, update, rows, first)
         return loss, grads
 
-    def update(self, k: float, flat: list[Any], batch: data.Batch) -> tuple[list[Any], Any]:
-        """Returns the flat state after an update, and the metric sums."""
-        state, sums = self._step(k, self._treedef.unflatten(flat), batch)
-        return jax.tree.leaves(state), sums
+
+def schedule_of(run: Run) -> textbook.Schedule:
+    """Returns the learning rate of a run by its formula."""
+    keys = flatten(run.spec)
+    rate = keys["optimizer.learning_rate"]
+    return textbook.schedule(keys, rate, len(run.train_set), families.UPDATES)
+
+
+def _batches(run: Run, sizes: Sequence[int]) -> list[data.Batch]:
+    """Returns the batches: epoch after epoch in its order, with no example left out."""
+    source, found, start = run.train_set, [], 0
+    for size in sizes:
+        positions = np.arange(start, start + size)
+        epochs, offsets = np.divmod(positions, len(source))
+        indices = offsets
+        if source.streams is None:
+            orders = {
+                epoch: data.example_order(run.spec.seed, int(epoch), len(source))
+                for epoch in np.unique(epochs)
+            }
+            pairs = zip(epochs, offsets, strict=True)
+            indices = np.array([orders[epoch][offset] for epoch, offset in pairs])
+        found.append(source.gather(indices, epochs))
+        start += size
+    return found
+
+
+def _step(run: Run) -> Any:
+    """Returns an update `(state, batch, rate)`; a constant batch takes the schedule's rate."""
+    if run.recipe.path is None:
+        made = run.make_train_step()
+        return lambda state, batch, rate: made.__wrapped__(state, batch)
+    backend = step.make_backend("jit", run.layout)
+    skips = run.spec.guards.max_skipped > 0
+
+    def update(state: Any, batch: Any, rate: jax.Array) -> Any:
+        tx = run.optimizer_at(rate)
+        made = make_update(run.task, tx, backend, parts=run.parts, skip_nonfinite=skips)
+        return made(state, batch)
+
+    return step.in_mesh(run.mesh, update)
 
 
 def means(*updates: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from tests.fuzz import families
 from tests.fuzz.case import Case
 from tests.fuzz.comparing import LIMIT, Difference
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.reference import schedule_of
 from tests.fuzz.running import Arrays, Leg
 
 # Exchanges whose residual, summed over devices, has the order of the parameters.
@@ -30,13 +29,12 @@ def is_lossy(case: Case) -> bool:
 def compare(oracle: Oracle, legs: dict[str, Leg]) -> list[Difference]:
     """Compares each update of both legs; all updates must be saved."""
     found = []
-    rate = schedule_of(oracle.run)
     for name, leg in legs.items():
         # The second leg continues from a checkpoint of the first.
         before = None if name == "first" else legs["first"].states[families.SAVED]
         for update, after in sorted(leg.states.items()):
             found.append(
-                _update(oracle, f"{name} update {update}", before, after, rate(update - 1))
+                _update(oracle, f"{name} update {update}", before, after, oracle.rates[update - 1])
             )
             before = after
     return found

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 Leaves = dict[str, np.ndarray]
-# Learning rate schedule: number of completed updates -> rate.
-Schedule = Callable[[int], float]
+# Learning rate schedule: number of completed updates -> rate; a fraction if batches differ.
+Schedule = Callable[[float], float]
 DEFAULTS = {"momentum": 0.9, "b1": 0.9, "b2": 0.999}
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lion")
 _DECAYS = {"adamw": 0.01, "lamb": 0.01, "lion": 1e-3}
@@ -66,13 +66,35 @@ def schedule(keys: Mapping[str, Any], rate: float, examples: int, total: int) ->
             return key("decay_factor") ** sum(t >= time for time in times)
         return 1.0
 
-    def of(update: int) -> float:
+    def of(update: float) -> float:
         t = update + key("first_step")
         if t < warmup:
             return start + (peak - start) * (t / warmup) ** key("warmup_power")
         return peak * fraction(t)
 
     return of
+
+
+def batch_sizes(rule: Mapping[str, Any] | None, batch: int, total: int) -> list[int]:
+    """Returns the size of each batch: constant, or steps at numbers of examples seen (`ramp`)."""
+    sizes: list[int] = []
+    while (seen := sum(sizes)) < total:
+        points = [(0, batch)] if rule is None else rule["points"]
+        size = [size for begins, size in points if begins <= seen][-1]
+        sizes.append(min(size, total - seen))
+    return sizes
+
+
+def rates(
+    rule: Mapping[str, Any] | None, schedule: Schedule, starts: Any, sizes: list[int]
+) -> list[float]:
+    """Returns the learning rate of each update; `starts` counts batches of the config's size."""
+    scaling = (rule or {}).get("scaling", "identity")
+    power = {"identity": 0.0, "linear": 1.0, "sqrt": 0.5}[scaling]
+    base = sizes[0]
+    return [
+        schedule(start) * (size / base) ** power for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def decays_and_adapts(rules: Any, path: str) -> tuple[bool, bool]:
@@ -100,15 +122,15 @@ def layers(path: str, value: np.ndarray, is_stacked: bool) -> np.ndarray:
 class Optimizer:
     """An optimizer with its moments; `step` returns the new parameters."""
 
-    def __init__(self, fields: Mapping[str, Any], rate: Schedule, is_stacked: bool) -> None:
-        self._fields, self._rate, self._is_stacked = fields, rate, is_stacked
+    def __init__(self, fields: Mapping[str, Any], rates: list[float], is_stacked: bool) -> None:
+        self._fields, self._rates, self._is_stacked = fields, rates, is_stacked
         self._first: Leaves = {}
         self._second: Leaves = {}
         self._count = 0
 
     def step(self, params: Leaves, grads: Leaves) -> Leaves:
         """Makes an update with the gradients of the loss."""
-        fields, rate = self._fields, self._rate(self._count)
+        fields, rate = self._fields, self._rates[self._count]
         self._count += 1
         rules = {path: decays_and_adapts(fields["rules"], path) for path in params}
         if "l2" in fields:

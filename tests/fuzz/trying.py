@@ -59,7 +59,7 @@ def _differences(case: Case) -> list[Difference]:
         second = running.run_leg(config, num_devices(case.second), folder / "second")
     legs = {"first": first, "second": second}
     made = oracle.Oracle(case)
-    found = reference.rates(case, legs) + reference.dtypes(case, made)
+    found = reference.rates(made, legs) + reference.dtypes(case, made)
     if promises.is_lossy(case):
         return found + promises.compare(made, legs)
     exact_ones = made.trajectories()
