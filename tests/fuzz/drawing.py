@@ -13,7 +13,7 @@ from tests.fuzz.case import Case
 Draw = random.Random
 Values = dict[str, Any]
 
-WEIGHTS = {"mlp": 6, "cnn": 5, "row_lstm": 1, "bert": 2, "bert_scanned": 2, "lstm": 3}
+WEIGHTS = {"mlp": 6, "cnn": 5, "row_lstm": 1, "bert": 1.5, "bert_scanned": 1, "lstm": 3}
 # Optimizers that sum over devices by themselves promise no trajectory; see `promises`.
 SENDERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 NAMES = tuple(name for name in OPTIMIZERS if name not in SENDERS)

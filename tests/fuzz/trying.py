@@ -30,12 +30,10 @@ class Outcome:
 
 def attempt(case: Case, compiles: checking.Compiles) -> Outcome:
     """Tries a case; an exception other than a rejection is a problem of the case."""
-    before = compiles.count
     try:
-        error = checking.rejection(case)
-        if error is not None:
-            found = checking.problems(case, error, compiles.count - before)
-            return Outcome(str(error), found)
+        rejected = checking.rejection(case, compiles)
+        if rejected is not None:
+            return Outcome(str(rejected.error), checking.problems(case, rejected))
         differences = _differences(case)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
