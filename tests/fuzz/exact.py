@@ -79,6 +79,9 @@ class _Evaluation:
     def __init__(self, k: float) -> None:
         self._k = k
         self._count = 0
+        # By their ids: numbers in the program's text, and functions of these and of random bits alone,
+        # which the program computes exactly.
+        self._drawn: dict[int, Any] = {}
 
     def call(self, inner: Any, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr, with or without its constants."""
@@ -87,21 +90,20 @@ class _Evaluation:
             inner, consts = inner.jaxpr, [widened(const) for const in inner.consts]
         values: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
         values.update(zip(inner.invars, args, strict=True))
-        # Variables that are functions of random bits alone, which the program computes exactly.
-        drawn: set[Any] = set()
 
         def read(atom: Any) -> Any:
             if isinstance(atom, core.Literal):
                 kind = np.float64 if is_float(atom.aval.dtype) else atom.aval.dtype
-                return np.asarray(atom.val, kind)
+                return self._kept(np.array(atom.val, kind))
             return values[atom]
 
         for equation in inner.eqns:
             name = equation.primitive.name
-            results = self._apply(name, equation, [read(atom) for atom in equation.invars])
-            variables = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
-            if name == "bitcast_convert_type" or (variables and drawn.issuperset(variables)):
-                drawn.update(equation.outvars)
+            inputs = [read(atom) for atom in equation.invars]
+            results = self._apply(name, equation, inputs)
+            is_drawn = bool(inputs) and all(id(each) in self._drawn for each in inputs)
+            if name == "bitcast_convert_type" or is_drawn:
+                results = [self._kept(result) for result in results]
             elif name not in _CHOOSING and self._k:
                 results = [
                     self._rounded(name, result, variable.aval, equation)
@@ -109,6 +111,10 @@ class _Evaluation:
                 ]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in inner.outvars]
+
+    def _kept(self, value: Any) -> Any:
+        self._drawn[id(value)] = value  # the reference keeps the id from being used again
+        return value
 
     def _rounded(self, name: str, value: Any, aval: Any, equation: Any) -> Any:
         called = name in _INLINED or name in ("scan", "while", "cond")

@@ -8,8 +8,9 @@ from tests.fuzz.case import Case
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yields cases with one feature less, the largest reductions first."""
-    if case.first != case.second:
+    if len(case.first) < len(case.second):
         yield Case(case.family, case.config, case.first, case.first)
+    if len(case.second) < len(case.first):
         yield Case(case.family, case.config, case.second, case.second)
     for setting in ("first", "second"):
         if getattr(case, setting):

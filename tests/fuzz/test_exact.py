@@ -66,12 +66,8 @@ def test_rounding_errors_have_the_size_of_the_dtype(dtype: Any) -> None:
     expected, actual = evaluated(program, x), np.asarray(jax.jit(program)(x), np.float64)
     spread = np.linalg.norm(evaluated(program, x, k=1.0) - expected)
     assert 0.02 < np.linalg.norm(actual - expected) / spread < 2
-    np.testing.assert_allclose(
-        evaluated(program, x, k=2.0) - expected,
-        2 * (evaluated(program, x, k=1.0) - expected),
-        rtol=0.2,
-        atol=1e-9,
-    )
+    doubled = np.linalg.norm(evaluated(program, x, k=2.0) - expected)
+    assert 1.9 < doubled / spread < 2.1
 
 
 def test_an_unknown_call_is_an_error() -> None:
