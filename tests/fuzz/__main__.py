@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long to draw new cases")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
     parser.add_argument("--case", help="one case as JSON, as a failure prints it")
+    parser.add_argument("--write", action="store_true", help="write failures into tests/fuzz/found")
     parser.add_argument("--stop", action="store_true", help="end at the first failure")
     parser.add_argument("--shrink", type=float, default=SHRINKING_SECONDS, help="seconds")
     flags = parser.parse_args(arguments)
@@ -43,7 +44,10 @@ def main(arguments: list[str]) -> int:
     while time.monotonic() < end:
         case = draw(number)
         if not _one(report, case, number, end):
-            _shrunk(report, case, min(flags.shrink, max(end - time.monotonic(), 60)))
+            smallest = _shrunk(report, case, min(flags.shrink, max(end - time.monotonic(), 60)))
+            if flags.write:
+                name = f"seed_{number}.json"
+                (pathlib.Path(__file__).parent / "found" / name).write_text(smallest.to_json())
             if flags.stop:
                 break
         number += 1
@@ -68,7 +72,7 @@ def _one(
     return not outcome.problems
 
 
-def _shrunk(report: "summary.Summary", case: Case, seconds: float) -> None:
+def _shrunk(report: "summary.Summary", case: Case, seconds: float) -> Case:
     print(f"shrinking for up to {seconds:.0f} s", flush=True)
     compiles = report.compiles
 
@@ -80,6 +84,7 @@ def _shrunk(report: "summary.Summary", case: Case, seconds: float) -> None:
     smallest = case if not seconds else shrinking.shrink(case, fails, seconds)
     report.shrunk.append(smallest)
     print(f"  smallest: {summary.command(smallest)}", flush=True)
+    return smallest
 
 
 def _forget() -> None:

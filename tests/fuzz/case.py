@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from tests import tiny
 from tests.fuzz import families
 
+PROCESSES = "processes"
 AXES = ("data", "fsdp", "model", "sequence")
 
 
@@ -22,7 +23,8 @@ class Case:
       family: a name in `families.FAMILIES`.
       config: changes of the family's config, dotted key -> value, as in JSON.
       first: keys that a resumed run may change, such as the mesh, in the run from the start.
-      second: the same keys in the run that continues from the checkpoint.
+      second: the same keys in the run that continues from the checkpoint. The key 'processes' is the
+        number of processes over which its devices are spread.
     """
 
     family: str
@@ -37,6 +39,7 @@ class Case:
     def made(self, setting: Mapping[str, Any]) -> ConfigDict:
         """Returns the config with a setting."""
         changes = {**self.config, **setting}
+        changes.pop(PROCESSES, None)
         config = families.base(self.family)
         return tiny.change(config, {key: as_config(value) for key, value in changes.items()})
 

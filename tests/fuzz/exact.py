@@ -130,7 +130,8 @@ class _Evaluation:
                 return value
             eps = 2.0 ** -equation.params["mantissa_bits"]
         self._count += 1
-        start = self._count * 7_919 % 99_991
+        # Other factors have other signs, so that their differences are independent samples.
+        start = (self._count * 7_919 + int(abs(self._k)) * 31_337) % 99_991
         if start + value.size <= len(_SIGNS):
             signs = _SIGNS[start : start + value.size]
         else:

@@ -4,6 +4,7 @@ import ast
 import copy
 import functools
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from tests.fuzz import networks
 UPDATES = 4
 EXAMPLES = 37  # of an evaluation; odd, so that its last batch has padding
 SAVED = 2  # the update from which a case is resumed in another setting
+_FOLDER = "LAMB_TPU_FUZZ_TEXT"
 _RUN = {
     "batch_size": 16,
     "duration": f"{UPDATES} steps",
@@ -61,8 +63,11 @@ def _bert_scanned() -> ConfigDict:
 
 @functools.cache
 def _text() -> pathlib.Path:
-    folder = tempfile.mkdtemp(prefix="lamb_tpu_fuzz_text_")
-    return tiny.text(pathlib.Path(folder))
+    """Returns the folder of a text, which processes that this one starts read too."""
+    if _FOLDER not in os.environ:
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="lamb_tpu_fuzz_text_")
+        tiny.text(pathlib.Path(os.environ[_FOLDER]))
+    return pathlib.Path(os.environ[_FOLDER])
 
 
 def _lstm() -> ConfigDict:

@@ -12,8 +12,11 @@ from ml_collections import ConfigDict
 from lamb_tpu import training
 from lamb_tpu.run.build import Run, prepare
 from lamb_tpu.run.session import Session
+from lamb_tpu.store.checkpoint import Checkpoints
 from lamb_tpu.train import train
+from tests import tiny
 from tests.fuzz import families
+from tests.fuzz.case import PROCESSES, Case, num_devices
 
 Arrays = dict[str, np.ndarray]
 
@@ -74,5 +77,40 @@ def run_leg(config: ConfigDict, devices: int, workdir: pathlib.Path) -> Leg:
     ):
         train(config, workdir, quiet=True)
     [run] = made
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return Leg(run, states, records)
+
+
+_RECIPE = """from tests.fuzz.case import Case
+
+def get_config(argument=None):
+    case = Case.from_json({text!r})
+    return case.made(case.second)
+"""
+SECONDS = 300
+
+
+def run_processes(case: Case, workdir: pathlib.Path) -> Leg:
+    """Runs the second leg in several processes on this machine, as `run_leg`.
+
+    Raises:
+      RuntimeError: the processes fail; its text is the end of their output.
+    """
+    recipe = workdir.with_suffix(".py")
+    recipe.write_text(_RECIPE.format(text=case.to_json()))
+    processes, devices = case.second[PROCESSES], num_devices(case.second)
+    shape = (f"--processes={processes}", f"--devices-per-process={devices // processes}")
+    process = tiny.start(
+        *("lamb_tpu.launch", "local", *shape, "--", f"--config={recipe}", f"--workdir={workdir}")
+    )
+    out, err = process.communicate(timeout=SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}: {(err or out)[-600:]}")
+    run = prepared(case.made(case.second), devices)
+    states: dict[int, Arrays] = {}
+    folder, keep = workdir / "checkpoints", run.spec.checkpoint.keep
+    with Checkpoints(folder, keep, writes=False) as checkpoints:
+        last = checkpoints.steps()[-1]
+        states[last] = arrays(checkpoints.restore(last, run.abstract_state)[0])
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return Leg(run, states, records)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests import tiny
 from tests.fuzz import checking, comparing, families, oracle, parts, promises, reference, running
-from tests.fuzz.case import Case, num_devices
+from tests.fuzz.case import PROCESSES, Case, num_devices
 from tests.fuzz.comparing import LIMIT, Difference
 
 
@@ -53,8 +53,11 @@ def _differences(case: Case) -> list[Difference]:
         folder = pathlib.Path(name)
         first = running.run_leg(case.made(case.first), num_devices(case.first), folder / "first")
         tiny.cut(folder / "first", folder / "second", families.SAVED)
-        config = case.made(case.second)
-        second = running.run_leg(config, num_devices(case.second), folder / "second")
+        if PROCESSES in case.second:
+            second = running.run_processes(case, folder / "second")
+        else:
+            config = case.made(case.second)
+            second = running.run_leg(config, num_devices(case.second), folder / "second")
     legs = {"first": first, "second": second}
     made = oracle.Oracle(case)
     found = reference.rates(made, legs) + reference.dtypes(case, made)
