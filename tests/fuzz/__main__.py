@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
             smallest = _shrunk(report, case, min(flags.shrink, max(end - time.monotonic(), 60)))
             if flags.write:
                 name = f"seed_{number}.json"
-                (pathlib.Path(__file__).parent / "found" / name).write_text(smallest.to_json())
+                folder = pathlib.Path(__file__).parent / "found"
+                folder.mkdir(exist_ok=True)
+                (folder / name).write_text(smallest.to_json())
             if flags.stop:
                 break
         number += 1
