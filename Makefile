@@ -8,6 +8,8 @@
 #   make test-long       the tests marked long
 #   make test-all        all tests
 #   make test-faults     runs killed at 20 moments: random, around decisions, with residuals; tables
+#   make fuzz            random combinations of features against one device in float64, 20 minutes;
+#                        FLAGS='--minutes=5 --seed=7'
 #   make test-storage    runs on disks that are full, read-only, lost; killed in a save; with a table
 #   make attack          1,000 bad inputs and 60 kills over all commands; writes the page of outcomes
 #   make test-interchange  BERT beside transformers, image networks beside timm and torchvision;
@@ -27,7 +29,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: setup demo lint format test test-long test-all test-faults test-storage attack test-interchange report docs \
+.PHONY: setup demo lint format test test-long test-all test-faults fuzz test-storage attack test-interchange report docs \
         bench bench-distribution bench-tpu clean
 
 setup: $(STAMP)
@@ -66,6 +68,9 @@ test-all: test test-long
 
 test-faults: setup
 	$(RUN) -m pytest -q -s tests/test_faults.py tests/test_killing.py -m long
+
+fuzz: setup
+	$(RUN) -m tests.fuzz $(FLAGS)
 
 test-storage: setup
 	$(RUN) -m pytest -q -s tests/test_disks.py
