@@ -15,6 +15,7 @@ FIRST = {"mesh.data": 4, "parallel.backend": "shard_map"}
 CASE = Case("mlp", CONFIG, FIRST, {**FIRST, "mesh.data": 2})
 
 
+@pytest.mark.long
 def test_a_lost_residual_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert promises.is_lossy(CASE) and not promises.is_lossy(Case("mlp"))
     original = ResidualComponent.resumed
