@@ -260,7 +260,7 @@ def test_rejected_weights(
     rejected(cut.parent, "cut/model.safetensors is not a complete safetensors file")
     rejected(cut, "cut/model.safetensors is not a complete safetensors file")
     (cut.parent / "config.json").write_text(json.dumps(TIMM | {"architecture": "resnet50d"}))
-    rejected(cut.parent, "network 'resnet50d' of timm cannot be read; use ")
+    rejected(cut.parent, "timm's network 'resnet50d' cannot be read; use ")
     cut.rename(cut.parent / "pytorch_model.bin")
     pickle = re.escape(str(cut.parent / "pytorch_model.bin"))
     for path in (cut.parent, cut.parent / "pytorch_model.bin"):
