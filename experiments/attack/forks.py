@@ -24,7 +24,7 @@ _IMPORTED = (
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "lamb_tpu.cli",
-    "lamb_tpu.run.overrides",
+    "lamb_tpu.overrides",
     "lamb_tpu.run.phases",
     "lamb_tpu.run.weights",
     "lamb_tpu.store.checkpoint",

@@ -1,5 +1,6 @@
 """Fuzzing: classification of outcomes, generators of inputs, comparison of results, a small session."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import sys
 import pytest
 
 from experiments.attack import __main__ as attack
-from experiments.attack import bases, inputs, kills, page, reasons
+from experiments.attack import bases, forks, inputs, kills, page, reasons
 from experiments.attack.outcome import (
     ACCEPTED,
     HANG,
@@ -258,3 +259,7 @@ def test_a_slice() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "60 inputs and 6 kills" in done.stdout
+
+
+def test_what_the_forks_share_can_be_imported() -> None:
+    assert [name for name in forks._IMPORTED if importlib.util.find_spec(name) is None] == []
