@@ -3,6 +3,8 @@
 import collections
 from typing import Any
 
+import pytest
+
 from lamb_tpu.errors import UserError
 from lamb_tpu.spec import parse
 from tests.fuzz import drawing, families, promises
@@ -28,6 +30,7 @@ def test_all_families_and_features_are_drawn() -> None:
     assert any(promises.is_lossy(case) for case in CASES)
 
 
+@pytest.mark.long
 def test_configs_are_valid() -> None:
     for case in CASES[:60]:
         for config in case.legs():
