@@ -1,4 +1,4 @@
-"""What a case must give: one device, one microbatch, jit, evaluated in float64 by `exact`."""
+"""The expected result of a case: one device, one microbatch, jit, evaluated in float64 by `exact`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
